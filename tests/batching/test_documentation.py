@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.batching.dynamic import _batcher, _node_graph, _schedule, _typed_graph
-from penstock.batching.sampler import _byte_model, _costs, _sampler
+from penstock.batching.dynamic import _batcher, _schedule, _typed_graph
+from penstock.batching.sampler import _byte_model, _packing, _sampler
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -36,7 +36,7 @@ def test_the_readme_example_runs(capsys):
 
 @pytest.mark.parametrize(
     "module",
-    [_byte_model, _costs, _batcher, _node_graph, _sampler, _schedule, _typed_graph],
+    [_byte_model, _packing, _batcher, _sampler, _schedule, _typed_graph],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_the_examples_of_docstrings_run(module):

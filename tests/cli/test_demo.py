@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from penstock.cli import demo
-from penstock.cli.demo import _comparison, _processes, _training
+from penstock.cli.demo import _training
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -72,26 +72,26 @@ def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
 
 def test_a_difference_is_said():
     stock = result("stock")
-    assert "equal bit for bit" in _comparison.state_verdict(stock, result("penstock"), equal=True)
-    verdict = _comparison.state_verdict(stock, result("penstock", losses=(5.5, 4.1)), equal=False)
+    assert "equal bit for bit" in demo.state_verdict(stock, result("penstock"), equal=True)
+    verdict = demo.state_verdict(stock, result("penstock", losses=(5.5, 4.1)), equal=False)
     assert "DIFFER: 1 of 2 losses" in verdict
     assert "weights are equal" in verdict
-    verdict = _comparison.state_verdict(stock, result("penstock", weights="xyz"), equal=False)
+    verdict = demo.state_verdict(stock, result("penstock", weights="xyz"), equal=False)
     assert "weights are different" in verdict
 
 
 def test_a_slow_or_unsteady_machine_is_said():
     steady = dataclasses.replace(result("stock"), step_seconds=(1.0, 1.1, 1.2))
-    assert list(_comparison.list_remarks(steady, 3)) == []
-    assert ["slow" in remark for remark in _comparison.list_remarks(steady, 6)] == [True]
+    assert list(demo.list_remarks(steady, 3)) == []
+    assert ["slow" in remark for remark in demo.list_remarks(steady, 6)] == [True]
     unsteady = dataclasses.replace(steady, step_seconds=(1.0, 1.1, 2.0))
-    (remark,) = _comparison.list_remarks(unsteady, 3)
+    (remark,) = demo.list_remarks(unsteady, 3)
     assert "between 1.00 s and 2.00 s" in remark
 
 
 def test_an_arm_that_dies_is_reported_with_its_last_words():
     code = "import sys; print('{}', flush=True); sys.stdin.readline(); sys.exit('killed it')"
-    with _processes.Arm("checkpoint", [sys.executable, "-c", code]) as arm:
+    with demo.Arm("checkpoint", [sys.executable, "-c", code]) as arm:
         arm.wait_until_loaded()
         with pytest.raises(demo.DemoError, match=r"(?s)checkpointing.*status 1.*killed it"):
             arm.take_step()
@@ -99,7 +99,7 @@ def test_an_arm_that_dies_is_reported_with_its_last_words():
 
 def test_an_arm_is_ended_with_the_demo():
     code = "import time; print('{}', flush=True); time.sleep(600)"
-    with _processes.Arm("stock", [sys.executable, "-c", code]) as arm:
+    with demo.Arm("stock", [sys.executable, "-c", code]) as arm:
         arm.wait_until_loaded()
     assert arm._process.returncode == -9
 
@@ -122,10 +122,10 @@ class SlowArm:
 
 def test_a_slow_machine_takes_fewer_steps():
     arms = [SlowArm(), SlowArm()]
-    _processes.take_turns(arms, 6, 0.0, lambda text, done: None)  # type: ignore[arg-type]
+    demo.take_turns(arms, 6, 0.0, lambda text, done: None)  # type: ignore[arg-type]
     assert [arm.num_steps for arm in arms] == [3, 3]  # the warm-up and two measured ones
     arms = [SlowArm(), SlowArm()]
-    _processes.take_turns(arms, 6, float("inf"), lambda text, done: None)  # type: ignore[arg-type]
+    demo.take_turns(arms, 6, float("inf"), lambda text, done: None)  # type: ignore[arg-type]
     assert [arm.num_steps for arm in arms] == [7, 7]
 
 

@@ -7,7 +7,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.text import Text
 
 from penstock.report import ComparisonPoint, _comparison, draw_comparison
-from penstock.report._figures import choose_unit
+from penstock.report._picture import choose_unit
 
 POINTS = [
     ComparisonPoint("stock", 4 << 30, 1000.0),

@@ -20,7 +20,7 @@ from penstock.report import (
     plan_trace,
     write_plan_trace,
 )
-from penstock.report._plan_picture import bin_memory
+from penstock.report._plan import bin_memory
 
 UNIT = 256
 

@@ -1,13 +1,21 @@
 """Batches that fit: a sampler that fills a byte cap, and irregular computations in batches."""
 
 from penstock.batching._meter import measured_peak
-from penstock.batching.dynamic._batcher import DynamicBatcher
-from penstock.batching.dynamic._outputs import BatchedOutputs, BatchReport
-from penstock.batching.dynamic._schedule import BatchSchedule, schedule
-from penstock.batching.dynamic._typed_graph import TypedGraph
-from penstock.batching.sampler._byte_model import ByteModel, Padded, probe_batches
-from penstock.batching.sampler._costs import SampleCosts
-from penstock.batching.sampler._sampler import BalancedBatchSampler
+from penstock.batching.dynamic import (
+    BatchedOutputs,
+    BatchReport,
+    BatchSchedule,
+    DynamicBatcher,
+    TypedGraph,
+    schedule,
+)
+from penstock.batching.sampler import (
+    BalancedBatchSampler,
+    ByteModel,
+    Padded,
+    SampleCosts,
+    probe_batches,
+)
 
 __all__ = [
     "BalancedBatchSampler",

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
@@ -54,7 +54,8 @@ def add_command(
         try:
             function(options(**values))
         except (PenstockError, ValueError, OSError, ImportError) as error:
-            _fail(name, error)
+            print(f"penstock {name}: {error}", file=sys.stderr)
+            sys.exit(2)
 
     run.__doc__ = function.__doc__
     run.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -65,22 +66,14 @@ def add_command(
 def list_parameters(options: type[Any]) -> list[inspect.Parameter]:
     """Return the options of a dataclass as parameters of a function, inherited ones last."""
     hints = get_type_hints(options, include_extras=True)
-    own = inspect.get_annotations(options)
+    own, empty = inspect.get_annotations(options), inspect.Parameter.empty
     return [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty
-            if field.default is dataclasses.MISSING
-            else field.default,
+            default=empty if field.default is dataclasses.MISSING else field.default,
             annotation=hints[field.name],
         )
         for field in sorted(dataclasses.fields(options), key=lambda each: each.name not in own)
         if get_origin(hints[field.name]) is Annotated
     ]
-
-
-def _fail(command: str, error: Exception | str) -> NoReturn:
-    """Say why a command cannot go on, and leave with status 2."""
-    print(f"penstock {command}: {error}", file=sys.stderr)
-    sys.exit(2)

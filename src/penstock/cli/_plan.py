@@ -146,18 +146,13 @@ def plan(options: PlanOptions) -> None:
     the model's output is not the loss, a function loss(output, batch).
     """
     try:
-        run_plan(options)
+        _show_plans(options)
     except KeyboardInterrupt as error:
         typer.echo("penstock plan: interrupted before there was a plan; nothing is saved", err=True)
         raise typer.Exit(INTERRUPTED) from error
 
 
-def run_plan(options: PlanOptions) -> None:
-    """Capture and plan the step of a model, and show the plan or the sweep.
-
-    Raises:
-        PenstockError, ValueError, OSError, ImportError: As their messages say.
-    """
+def _show_plans(options: PlanOptions) -> None:
     from rich.console import Console
 
     from penstock.graph import with_workspace

@@ -2,7 +2,7 @@
 
 The order matters. The process is set up first (the allocator, before the script makes its first
 tensor), then the store is opened, then the script becomes `__main__` (`_script.py`). A mode
-(`_modes.py`) surrounds it: offloading, or planned steps of its trainers. The report is written at
+surrounds it: offloading, or planned steps of its trainers. The report is written at
 every end of the script, also after an exception or Ctrl-C.
 """
 
@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from penstock.cli._modes import Offloading, Planning
 from penstock.cli._options import (
     NEEDS_VIZ,
     OPEN_TRACE,
@@ -30,7 +29,7 @@ from penstock.cli._options import (
     file_option,
     size_option,
 )
-from penstock.cli._script import Ending, Script, run_script, say
+from penstock.cli._script import Ending, Offloading, Planning, Script, run_script, say
 from penstock.cli._vector_math import settle_vector_math
 from penstock.errors import PenstockError
 from penstock.units import parse_bytes
@@ -175,7 +174,7 @@ def launch(options: RunOptions) -> int:
     """
     options = _resolve(options)
     setup = set_up_process(is_planned=options.is_planned)
-    mode = _open_planning(options) if options.is_planned else _open_offloading(options)
+    mode = _open_mode(options)
     process_id = os.getpid()
     start = time.perf_counter()
     ending = run_script(options.target, mode)
@@ -271,7 +270,11 @@ def _find_rank() -> str | None:
     return os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or None
 
 
-def _open_offloading(options: RunOptions) -> Offloading:
+def _open_mode(options: RunOptions) -> Offloading | Planning:
+    if options.is_planned:
+        names = ("device_memory", "host_memory", "store", "time_limit")
+        chosen = {name: getattr(options, name) for name in names}
+        return Planning(chosen, is_optional=options.plan_auto)
     import torch
 
     import penstock
@@ -292,12 +295,6 @@ def _open_offloading(options: RunOptions) -> Offloading:
     return Offloading(offload, options.trace, options.picture)
 
 
-def _open_planning(options: RunOptions) -> Planning:
-    names = ("device_memory", "host_memory", "store", "time_limit")
-    chosen = {name: getattr(options, name) for name in names}
-    return Planning(chosen, is_optional=options.plan_auto)
-
-
 def _write_results(
     options: RunOptions,
     mode: Offloading | Planning,
@@ -312,30 +309,24 @@ def _write_results(
         lines = []  # what went wrong is said alone
     rank = _find_rank()
     if options.report:
-        _write_json(
-            options.report,
-            {
-                "penstock_version": penstock.__version__,
-                "target": options.script,
-                "arguments": list(options.arguments or ()),
-                "is_module": options.module,
-                "rank": rank,
-                "exit_code": ending.exit_code,
-                "exception": ending.exception,
-                "duration_seconds": duration_seconds,
-                "arrangement": setup,
-                **entries,
-            },
-        )
+        content = {
+            "penstock_version": penstock.__version__,
+            "target": options.script,
+            "arguments": list(options.arguments or ()),
+            "is_module": options.module,
+            "rank": rank,
+            "exit_code": ending.exit_code,
+            "exception": ending.exception,
+            "duration_seconds": duration_seconds,
+            "arrangement": setup,
+            **entries,
+        }
+        # Renamed into place: a program that watches for the file never reads half of it.
+        unfinished = options.report.with_name(f".{options.report.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, options.report)
     results = {"report": options.report, "trace": options.trace, "picture": options.picture}
     written = [f"{name} in {path}" for name, path in results.items() if path]
     prefix = "penstock" if rank is None else f"penstock rank {rank}"
     for line in lines + ([", ".join(written)] if written else []):
         say(f"{prefix}: {line}")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    # Renamed into place: a program that watches for the file never reads half of it.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)

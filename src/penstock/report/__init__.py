@@ -14,8 +14,14 @@ from penstock.report._picture import draw_timeline
 from penstock.report._trace import chrome_trace, write_chrome_trace
 
 if TYPE_CHECKING:
-    from penstock.report._plan_picture import draw_plan, plan_blocks, plan_table
-    from penstock.report._plan_timeline import plan_timeline, plan_trace, write_plan_trace
+    from penstock.report._plan import (
+        draw_plan,
+        plan_blocks,
+        plan_table,
+        plan_timeline,
+        plan_trace,
+        write_plan_trace,
+    )
 
 __all__ = [
     "ComparisonPoint",

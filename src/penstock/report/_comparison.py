@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.report._figures import choose_unit, new_figure, style_axes, write_figure
+from penstock.report._picture import choose_unit, new_figure, style_axes, write_figure
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -87,11 +87,10 @@ def draw_comparison(
         )
     for index, point in enumerate(point for point in points if not point.curve):
         _plot(axes, [places[point]], point.name, _STYLES[index % len(_STYLES)])
-    _finish_axes(axes, f"peak memory of training, {memory_unit}", unit)
     axes.set_xlim(0, 1.08 * max(memory for memory, _ in places.values()))
     axes.set_ylim(0, 1.12 * max(point.throughput for point in points))
-    figure.suptitle(title, fontsize=13)
-    return write_figure(figure, path)
+    _name_axes(axes, f"peak memory of training, {memory_unit}", unit)
+    return write_figure(figure, path, title)
 
 
 def _place_label(heights: Sequence[float], number: int) -> tuple[tuple[int, int], str]:
@@ -205,11 +204,10 @@ def draw_sweep(sweep: Sweep, path: str | os.PathLike[str]) -> Path:
         axes.text(
             least / 2, 50, "no plan found", rotation=90, ha="center", va="center", color="#8A3B00"
         )
-    _finish_axes(axes, f"device memory, {memory_unit}", "throughput, % of unlimited memory")
     axes.set_xlim(0, 1.05 * most / unit_bytes)
     axes.set_ylim(0, 108)
-    figure.suptitle(f"{sweep.title} on {sweep.machine}", fontsize=13)
-    return write_figure(figure, path)
+    _name_axes(axes, f"device memory, {memory_unit}", "throughput, % of unlimited memory")
+    return write_figure(figure, path, f"{sweep.title} on {sweep.machine}")
 
 
 def _plot(
@@ -228,7 +226,7 @@ def _plot(
     axes.plot(memory, speed, color=colour, marker=marker, label=label, **settings)
 
 
-def _finish_axes(axes: Axes, memory: str, speed: str) -> None:
+def _name_axes(axes: Axes, memory: str, speed: str) -> None:
     axes.set_xlabel(memory, fontsize=11)
     axes.set_ylabel(speed, fontsize=11)
     style_axes(axes)

@@ -1,27 +1,35 @@
-"""A timeline as one picture: the bytes of each tier, and the activity of the machine.
+"""Pictures: figures without a window, written as one file, and a timeline as one of them.
 
 The memory of each tier is on top, the lanes are below on the same time axis, so that a write can be
 seen to lower one curve and to raise the other. Legends are beside the axes and cover no data.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.memory import Tier, Timeline
-from penstock.report._figures import (
-    LEGEND_OUTSIDE,
-    draw_lanes,
-    new_figure,
-    style_axes,
-    write_figure,
-)
-from penstock.report._lanes import Lane, LaneKind, find_bounds, sort_into_lanes
+from penstock.report._trace import Lane, LaneKind, find_bounds, sort_into_lanes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_MIB = 1 << 20
+_DOTS_PER_INCH = 120
+_MIB, _GIB = 1 << 20, 1 << 30
+_LANE_HEIGHT = 0.8  # of the distance of two lanes
+
+LEGEND_OUTSIDE = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1.01, 1.0),
+    "borderaxespad": 0.0,
+    "frameon": False,
+    "alignment": "left",
+}
+"""Arguments of a legend beside its axes, so that it covers no data."""
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart. No tier shares its colour with
 # an activity below it.
@@ -43,6 +51,91 @@ _FIGURE_WIDTH_INCHES = 13.0
 _MEMORY_HEIGHT_INCHES = 3.4
 _LANE_HEIGHT_INCHES = 0.55
 _MARGINS_HEIGHT_INCHES = 1.7
+
+
+def choose_unit(most_bytes: float) -> tuple[int, str]:
+    """Return the unit of an axis that goes up to so many bytes: its bytes and its name."""
+    return (_GIB, "GiB") if most_bytes >= 2 * _GIB else (_MIB, "MiB")
+
+
+def new_figure(
+    subject: str,
+    size_inches: tuple[float, float],
+    *,
+    pads_inches: tuple[float, float] | None = None,
+) -> Figure:
+    """Make an empty figure, or name the extra that brings matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ImportError(
+            f"Drawing {subject} needs matplotlib. Install it with: pip install 'penstock[viz]'"
+        ) from error
+    w_pad, h_pad = pads_inches or (None, None)
+    figure = Figure(figsize=size_inches, layout=ConstrainedLayoutEngine(w_pad=w_pad, h_pad=h_pad))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def style_axes(axes: Axes, *, grid: Literal["both", "x"] = "both") -> None:
+    """Give axes a faint grid below the data and no frame above and to the right."""
+    axes.grid(axis=grid, alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def write_figure(
+    figure: Figure, path: str | os.PathLike[str], title: str, *, font_size: int = 13
+) -> Path:
+    """Write a figure, and make the directories that are missing; the suffix decides the format."""
+    figure.suptitle(title, fontsize=font_size)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
+    return path
+
+
+def draw_lanes(
+    axes: Axes,
+    lanes: Sequence[Lane],
+    names: Sequence[str],
+    styles: Mapping[str, tuple[str, str]],
+    *,
+    origin_ns: int = 0,
+    unit_ns: float,
+    edge_width: float = 0.0,
+    **legend: Any,
+) -> None:
+    """Draw lanes from top to bottom, each divided into its rows, with a legend of the colours.
+
+    `styles` has label and colour of each kind of lane, and of computations by their names. A line
+    of width `edge_width` around spans keeps those shorter than a pixel visible.
+    """
+    from matplotlib.patches import Patch
+
+    colours: dict[str, str] = {}
+    for position, lane in enumerate(lanes):
+        height = _LANE_HEIGHT / len(lane.rows)
+        for row_index, row in enumerate(lane.rows):
+            bottom = position - _LANE_HEIGHT / 2 + row_index * height
+            named = styles if lane.kind is LaneKind.COMPUTE else {}
+            chosen = [styles[span.name if span.name in named else lane.kind] for span in row]
+            colours |= dict(chosen)
+            ranges = [
+                ((span.start_ns - origin_ns) / unit_ns, (span.end_ns - span.start_ns) / unit_ns)
+                for span in row
+            ]
+            faces = [colour for _, colour in chosen]
+            axes.broken_barh(ranges, (bottom, height), color=faces, linewidth=edge_width)
+    arrow = "\N{RIGHTWARDS ARROW}"
+    axes.set_yticks(range(len(lanes)), [name.replace("->", arrow) for name in names])
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # the first lane is on top
+    style_axes(axes, grid="x")
+    if lanes:
+        patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
+        axes.legend(handles=patches, **LEGEND_OUTSIDE, **legend)
 
 
 def draw_timeline(
@@ -78,8 +171,7 @@ def draw_timeline(
     origin_ns, end_ns = find_bounds(timeline)
     _draw_memory(memory_axes, timeline, origin_ns, end_ns)
     _draw_activity(lane_axes, lanes, origin_ns, end_ns)
-    figure.suptitle(title or _make_headline(timeline), fontsize=15)
-    return write_figure(figure, path)
+    return write_figure(figure, path, title or _make_headline(timeline), font_size=15)
 
 
 def _make_headline(timeline: Timeline) -> str:
@@ -90,11 +182,7 @@ def _make_headline(timeline: Timeline) -> str:
     return headline
 
 
-def _format_mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:,.{0 if num_bytes >= 10 * _MIB else 2}f} MiB"
-
-
-def _draw_memory(axes: "Axes", timeline: Timeline, origin_ns: int, end_ns: int) -> None:
+def _draw_memory(axes: Axes, timeline: Timeline, origin_ns: int, end_ns: int) -> None:
     highest_mib = 0.0
     for tier, samples in timeline.samples.items():
         peak_bytes = max((num_bytes for _, num_bytes in samples), default=0)
@@ -104,7 +192,8 @@ def _draw_memory(axes: "Axes", timeline: Timeline, origin_ns: int, end_ns: int) 
         times_ms = [(at_ns - origin_ns) / 1e6 for at_ns, _ in [*samples, (end_ns, 0)]]
         sizes_mib = [num_bytes / _MIB for _, num_bytes in [*samples, samples[-1]]]
         colour = _TIER_COLOURS[tier]
-        label = f"{tier}: peak {_format_mib(peak_bytes)}"
+        digits = 0 if peak_bytes >= 10 * _MIB else 2
+        label = f"{tier}: peak {peak_bytes / _MIB:,.{digits}f} MiB"
         axes.step(times_ms, sizes_mib, where="post", color=colour, linewidth=1.8, label=label)
         axes.fill_between(times_ms, sizes_mib, step="post", color=colour, alpha=0.15, linewidth=0)
         highest_mib = max(highest_mib, peak_bytes / _MIB)
@@ -118,7 +207,7 @@ def _draw_memory(axes: "Axes", timeline: Timeline, origin_ns: int, end_ns: int) 
         _write_note(axes, "no resident bytes were recorded")
 
 
-def _draw_activity(axes: "Axes", lanes: list[Lane], origin_ns: int, end_ns: int) -> None:
+def _draw_activity(axes: Axes, lanes: list[Lane], origin_ns: int, end_ns: int) -> None:
     draw_lanes(
         axes,
         lanes,
@@ -141,7 +230,7 @@ def _draw_activity(axes: "Axes", lanes: list[Lane], origin_ns: int, end_ns: int)
         axes.set_xlabel("time, s", fontsize=12)
 
 
-def _write_note(axes: "Axes", text: str) -> None:
+def _write_note(axes: Axes, text: str) -> None:
     axes.text(
         0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=12, color=_GREY
     )

@@ -1,4 +1,8 @@
-"""A timeline as a Chrome trace, for the viewer Perfetto.
+"""A timeline as a Chrome trace, for the viewer Perfetto, and as lanes, for pictures too.
+
+A lane has rows of spans that do not overlap. Transfers of one link overlap in time (several threads
+write at once), and neither a trace viewer nor a picture can draw two overlapping spans in one row.
+A lane is therefore split into as few rows as keep its spans apart.
 
 Format: the Trace Event Format (JSON object form) that https://ui.perfetto.dev and chrome://tracing
 open. The events are complete events (``X``: a span), counter events (``C``: resident bytes of a
@@ -6,17 +10,94 @@ tier) and metadata events (``M``: names and order of the rows). Times are micros
 start of the timeline.
 """
 
+import enum
 import json
 import os
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.memory import Span, Timeline
-from penstock.report._lanes import find_bounds, sort_into_lanes
+from penstock.memory import Link, Span, Timeline
 
 # One process holds all rows of a timeline; its number means nothing.
 _PROCESS_ID = 1
+
+
+class LaneKind(enum.StrEnum):
+    """Kinds of lanes, in their order from top to bottom."""
+
+    COMPUTE = "compute"
+    WRITE = "writes"
+    READ = "reads"
+    STALL = "stalls"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One lane of a timeline: the spans of one link, of the computation, or of its stalls."""
+
+    title: str
+    """The text beside the lane, such as ``"writes device->file"``."""
+    kind: LaneKind
+    """The kind of the lane; decides colour and order."""
+    rows: tuple[tuple[Span, ...], ...]
+    """The lane's spans; no two spans of a row overlap, and each row is sorted by start."""
+
+
+# Away from the device is a write, towards it a read: the same two words on every machine.
+_KINDS: dict[str, LaneKind] = {
+    "compute": LaneKind.COMPUTE,
+    **dict.fromkeys((Link.DEVICE_TO_HOST, Link.DEVICE_TO_FILE, Link.HOST_TO_FILE), LaneKind.WRITE),
+    **dict.fromkeys((Link.FILE_TO_HOST, Link.FILE_TO_DEVICE, Link.HOST_TO_DEVICE), LaneKind.READ),
+    "stall": LaneKind.STALL,
+}
+
+
+def sort_into_lanes(timeline: Timeline) -> list[Lane]:
+    """Sort a timeline's spans into lanes: compute, writes, reads, stalls, then the rest by name."""
+    spans_by_lane: dict[str, list[Span]] = {}
+    for span in timeline.spans:
+        spans_by_lane.setdefault(span.lane, []).append(span)
+    kinds = list(LaneKind)
+    lanes = [_make_lane(name, spans) for name, spans in spans_by_lane.items()]
+    return sorted(lanes, key=lambda lane: (kinds.index(lane.kind), lane.title))
+
+
+def _make_lane(name: str, spans: list[Span]) -> Lane:
+    kind = _KINDS.get(name, LaneKind.OTHER)
+    if kind in (LaneKind.WRITE, LaneKind.READ):
+        name = f"{kind} {name}"
+    elif kind is not LaneKind.OTHER:
+        name = kind.value
+    return Lane(title=name, kind=kind, rows=_split_rows(spans))
+
+
+def _split_rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:
+    """Split spans into the fewest rows (greedy interval partitioning, in order of start)."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
+        for row in rows:
+            if row[-1].end_ns <= span.start_ns:
+                row.append(span)
+                break
+        else:
+            rows.append([span])
+    return tuple(tuple(row) for row in rows)
+
+
+def find_bounds(timeline: Timeline) -> tuple[int, int]:
+    """Return the start of the first record of a timeline and the end of the last one, in ns.
+
+    A transfer may have begun in the step before. The end of the step is left out if there are
+    records: a step lasts until the next one begins, and the work of the loop in between (the
+    optimizer, reading data, waiting) does not belong to the picture.
+    """
+    sampled = [at_ns for samples in timeline.samples.values() for at_ns, _ in samples]
+    start_ns = min([timeline.start_ns, *sampled, *(span.start_ns for span in timeline.spans)])
+    if not timeline.spans:
+        return start_ns, max([timeline.end_ns, *sampled])
+    return start_ns, max([*sampled, *(span.end_ns for span in timeline.spans)])
 
 
 def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, Any]:
@@ -44,7 +125,12 @@ def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, An
             events.append(_make_metadata("thread_name", thread_id, name=name))
             events.append(_make_metadata("thread_sort_index", thread_id, sort_index=thread_id))
             events.extend(_make_span_event(span, thread_id, origin_ns) for span in row)
-    events += _make_counters(timeline, origin_ns, end_ns)
+    for tier, samples in timeline.samples.items():
+        # The viewer holds a counter's last value to the end; one closing event marks it.
+        closing = [(end_ns, samples[-1][1])] if samples and samples[-1][0] < end_ns else []
+        for at_ns, num_bytes in [*samples, *closing]:
+            at = _to_microseconds(at_ns - origin_ns)
+            events.append(make_counter(f"{tier} resident bytes", at, {"bytes": num_bytes}))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -54,15 +140,6 @@ def chrome_trace(timeline: Timeline, *, title: str = "Penstock") -> dict[str, An
             "num_dropped_events": timeline.num_dropped,
         },
     }
-
-
-def _make_counters(timeline: Timeline, origin_ns: int, end_ns: int) -> Iterator[dict[str, Any]]:
-    for tier, samples in timeline.samples.items():
-        # The viewer holds a counter's last value to the end; one closing event marks it.
-        closing = [(end_ns, samples[-1][1])] if samples and samples[-1][0] < end_ns else []
-        for at_ns, num_bytes in [*samples, *closing]:
-            at = _to_microseconds(at_ns - origin_ns)
-            yield make_counter(f"{tier} resident bytes", at, {"bytes": num_bytes})
 
 
 def make_counter(name: str, microseconds: float, values: dict[str, int]) -> dict[str, Any]:

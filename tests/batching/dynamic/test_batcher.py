@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.batching import DynamicBatcher, TypedGraph
 from penstock.batching._meter import measured_peak
-from penstock.batching.dynamic import _native
+from penstock.batching.dynamic import _schedule
 from penstock.errors import CapacityError
 
 WIDTH = 6
@@ -346,7 +346,7 @@ def test_numpy_plans_where_there_is_no_compiler(monkeypatch):
     made = cells()
     expected = DynamicBatcher(made)(graphs)
     assert expected.report.planned_by == "C++"
-    monkeypatch.setattr(_native, "load_library", lambda: None)
+    monkeypatch.setattr(_schedule, "load_library", lambda: None)
     alone, together, outputs = losses(graphs, made, DynamicBatcher(made))
     assert outputs.report.planned_by == "NumPy"
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)

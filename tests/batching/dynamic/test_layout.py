@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.batching.dynamic._layout import _FreeRows, plan_by_numpy, plan_execution
-from penstock.batching.dynamic._node_graph import NodeGraph
 from penstock.batching.dynamic._schedule import order_by_numpy, order_nodes
+from penstock.batching.dynamic._typed_graph import NodeGraph
 from penstock.codegen import find_compiler
 
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.batching import schedule
-from penstock.batching.dynamic import _native
-from penstock.batching.dynamic._node_graph import NodeGraph
+from penstock.batching.dynamic import _schedule
 from penstock.batching.dynamic._schedule import order_by_numpy, order_nodes
+from penstock.batching.dynamic._typed_graph import NodeGraph
 from penstock.codegen import find_compiler
 
 
@@ -80,7 +80,7 @@ def fewest(types, arguments):
 def planner(request, monkeypatch):
     """Both planners: the one of C++, and what there is without a compiler."""
     if request.param == "NumPy":
-        monkeypatch.setattr(_native, "load_library", lambda: None)
+        monkeypatch.setattr(_schedule, "load_library", lambda: None)
     elif find_compiler() is None:
         pytest.skip("there is no compiler")
     return request.param
@@ -177,7 +177,7 @@ def test_searching_finds_what_the_rule_does_not():
     shorter = 0
     for seed in range(6):
         types, arguments = lattices(seed, 16, 30, 0.7)
-        graph, _ = NodeGraph.of(types, arguments).renumber_types()
+        graph = NodeGraph.of(types, arguments)
         by_rule, searched = order_nodes(graph), order_nodes(graph, search=True)
         assert len(searched[2]) <= len(by_rule[2]) <= len(order_by_numpy(graph)[2])
         shorter += len(searched[2]) <= 0.97 * len(by_rule[2])
@@ -197,10 +197,10 @@ def test_depth_is_not_exceeded_where_the_rule_exceeds_it(planner):
 @settings(max_examples=100)
 @given(graph=graphs())
 def test_batches_by_depth_are_counted(graph):
-    nodes, _ = NodeGraph.of(*graph).renumber_types()
-    library = _native.load_library()
+    nodes = NodeGraph.of(*graph)
+    library = _schedule.load_library()
     assert library is not None
-    _, num_by_depth = _native.order_by_library(library, nodes, search=False, frees_most=False)
+    _, num_by_depth = _schedule.order_by_library(library, nodes, search=False, frees_most=False)
     assert num_by_depth == check(*graph, schedule(*graph))
 
 

@@ -303,7 +303,9 @@ def test_packing_windows_together_or_one_by_one_is_the_same(monkeypatch):
         costs = np.sort(lognormal(900).astype(dtype))[::-1].copy()
         batches = np.array([5, 5, 4, 4])
         starts = np.array([0, 250, 500, 700, 900])
-        for limits in ({}, {"most_cost": 1200}, {"most_samples": np.full(18, 49)}):
+        for most_samples, most_cost in ((900, None), (900, 1200), (49, None)):
+            most = np.full(18, most_samples)
+            limits = {"most_samples": most, "most_cost": most_cost}
             results = []
             for many in (1, 100):
                 monkeypatch.setattr(_packing, "_MANY_WINDOWS", many)

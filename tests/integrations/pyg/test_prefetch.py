@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from penstock.integrations.pyg._loader import PrefetchIterator
+from penstock.integrations.pyg import run_ahead
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -25,9 +25,8 @@ def wait_for_no_thread() -> None:
 @pytest.mark.parametrize("ahead", [1, 2, 7])
 def test_results_come_in_order_and_the_thread_ends(ahead):
     waits = []
-    found = PrefetchIterator(
-        ((lambda n=n: n * n) for n in range(20)), ahead=ahead, count_wait=waits.append
-    )
+    jobs = ((lambda n=n: n * n) for n in range(20))
+    found = run_ahead(jobs, ahead=ahead, count_wait=waits.append)
     assert list(found) == [n * n for n in range(20)]
     assert len(waits) == 20 and min(waits) >= 0
     assert next(found, "over") == "over"
@@ -43,7 +42,7 @@ def test_no_more_than_asked_for_is_computed_ahead(ahead):
             drawn.append(threading.current_thread())
             yield lambda number=number: begun.append(number)
 
-    found = PrefetchIterator(jobs(), ahead=ahead, count_wait=lambda _: None)
+    found = run_ahead(jobs(), ahead=ahead, count_wait=lambda _: None)
     next(found)
     deadline = time.monotonic() + 10
     while len(begun) < 1 + ahead and time.monotonic() < deadline:
@@ -62,9 +61,7 @@ def test_an_error_comes_where_the_result_would_be_and_ends_the_iteration():
             raise OSError("the disk is gone")
         return number
 
-    found = PrefetchIterator(
-        ((lambda n=n: job(n)) for n in range(50)), ahead=1, count_wait=lambda _: None
-    )
+    found = run_ahead(((lambda n=n: job(n)) for n in range(50)), ahead=1, count_wait=lambda _: None)
     assert [next(found), next(found)] == [0, 1]
     with pytest.raises(OSError, match="the disk is gone"):
         next(found)
@@ -77,7 +74,7 @@ def test_an_error_of_the_next_job_does_not_come_early():
     def fail() -> int:
         raise ValueError("second")
 
-    found = PrefetchIterator(iter([lambda: 1, fail]), ahead=1, count_wait=lambda _: None)
+    found = run_ahead(iter([lambda: 1, fail]), ahead=1, count_wait=lambda _: None)
     assert next(found) == 1
     with pytest.raises(ValueError, match="second"):
         next(found)
@@ -85,7 +82,7 @@ def test_an_error_of_the_next_job_does_not_come_early():
 
 def test_an_abandoned_iteration_ends_its_thread():
     ran = []
-    found = PrefetchIterator(
+    found = run_ahead(
         ((lambda n=n: ran.append(n)) for n in range(1000)), ahead=2, count_wait=lambda _: None
     )
     next(found)
@@ -96,6 +93,6 @@ def test_an_abandoned_iteration_ends_its_thread():
 
 
 def test_no_jobs():
-    found = PrefetchIterator(iter(()), ahead=1, count_wait=lambda _: None)
+    found = run_ahead(iter(()), ahead=1, count_wait=lambda _: None)
     assert list(found) == []
     wait_for_no_thread()

@@ -20,13 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batching._arrays import Integers
-from penstock.batching.dynamic._layout import ExecutionPlan, plan_execution
-from penstock.batching.dynamic._node_graph import NodeGraph
-from penstock.batching.dynamic._outputs import BatchedOutputs, BatchReport
-from penstock.batching.dynamic._pools import OutputPools
-from penstock.batching.dynamic._run import BatchRun
-from penstock.batching.dynamic._splitting import BatchSplitter, InputTensors
-from penstock.batching.dynamic._typed_graph import Signature, TypedGraph
+from penstock.batching.dynamic._layout import BatchPlan, ExecutionPlan, plan_execution
+from penstock.batching.dynamic._outputs import (
+    BatchedOutputs,
+    BatchReport,
+    OutputPools,
+    ReadOperands,
+    WriteOutputs,
+)
+from penstock.batching.dynamic._splitting import BatchSplitter, InputTensors, Piece
+from penstock.batching.dynamic._typed_graph import NodeGraph, Signature, TypedGraph
 from penstock.units import parse_bytes
 
 _MAX_CACHED_PLANS = 512
@@ -94,7 +97,6 @@ class DynamicBatcher(nn.Module):
         self._clear_caches()
 
     def _clear_caches(self) -> None:
-        """Empty all caches."""
         self._graphs: weakref.WeakKeyDictionary[TypedGraph, _NumberedGraph] = (
             weakref.WeakKeyDictionary()
         )
@@ -150,8 +152,10 @@ class DynamicBatcher(nn.Module):
         index = torch.from_numpy(np.concatenate([plan.index, plan.input_index])).to(inputs.device)
         is_mixed = torch.is_autocast_enabled(inputs.device.type)
         pools = OutputPools(plan.pool_rows, index, plan.shared_pools if is_mixed else ())
-        cells = {batch.kind: self._find_cell(batch.kind) for batch in plan.batches}
-        run = BatchRun(plan, cells, pools, inputs, index[len(plan.index) :], self._splitter)
+        kinds = [kind for kind, _, _ in self._codes]
+        codes = {batch.kind for batch in plan.batches}
+        cells = {code: (kinds[code], self._cells[self._cell_of[kinds[code]]]) for code in codes}
+        run = _BatchRun(plan, cells, pools, inputs, index[len(plan.index) :], self._splitter)
         tokens = run.run()
         report = BatchReport(
             num_graphs=len(graphs),
@@ -167,7 +171,6 @@ class DynamicBatcher(nn.Module):
             was_planned=was_planned,
             planned_by=plan.planned_by,
         )
-        kinds = [kind for kind, _, _ in self._codes]
         outputs = (plan, pools, tokens, run.is_tuple, first_nodes, kinds, types, report)
         return BatchedOutputs(*outputs, None if keep is None else set(keep))
 
@@ -187,11 +190,6 @@ class DynamicBatcher(nn.Module):
     def forget_plans(self) -> None:
         """Forget the plans of graphs that were run together; the numbers of each graph stay."""
         self._plans.clear()
-
-    def _find_cell(self, code: int) -> tuple[Hashable, nn.Module]:
-        """Return the type and the module of a signature, by its number."""
-        kind = list(self._codes)[code][0]
-        return kind, self._cells[self._cell_of[kind]]
 
     def _plan(
         self, graphs: list[_NumberedGraph], order: Order | None, keep: tuple[Hashable, ...] | None
@@ -231,7 +229,8 @@ class DynamicBatcher(nn.Module):
         codes = np.array([self._codes[each] for each in graph.signatures], dtype=np.int64)
         # By the numbers, which differ where types do: different types may have the same text.
         key = hashlib.blake2b(graph.key + codes.tobytes(), digest_size=16).digest()
-        nodes = graph.nodes.recode(codes, len(self._codes))
+        own = graph.nodes
+        nodes = NodeGraph(codes[own.types], own.starts, own.flat, len(self._codes))
         numbered = _NumberedGraph(nodes, codes.tolist(), key)
         self._graphs[graph] = numbered
         return numbered
@@ -285,3 +284,96 @@ class DynamicBatcher(nn.Module):
             kept_bytes += num_bytes if is_new or copied[code] else 0
             peak_bytes += num_bytes if is_new and copied[code] else 0
         return InputTensors(laid, device, kept_bytes, kept_bytes + peak_bytes)
+
+
+class _BatchRun:
+    """A run of a plan, batch by batch and piece by piece."""
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        cells: dict[int, tuple[Hashable, nn.Module]],
+        pools: OutputPools,
+        inputs: InputTensors,
+        input_index: Tensor,
+        splitter: BatchSplitter | None,
+    ) -> None:
+        self._plan, self._cells, self._pools, self._splitter = plan, cells, pools, splitter
+        self._inputs, self._input_index = inputs, input_index
+        self._tokens: list[Tensor] = []
+        self.is_tuple: dict[int, bool] = {}
+        self.num_pieces = self.num_recomputed = 0
+
+    def run(self) -> list[Tensor]:
+        """Run all batches and return the token of each."""
+        if self._splitter is not None:
+            self._splitter.begin(self._plan, self._cells, self._pools, self._inputs)
+        for batch in self._plan.batches:
+            kind, cell = self._cells[batch.kind]
+            done = 0
+            tokens = []
+            while done < batch.num_nodes:
+                piece = Piece(done, batch.num_nodes)
+                if self._splitter is not None:
+                    piece = self._splitter.next_piece(batch, done)
+                tokens.append(self._run_piece(batch, piece, kind, cell))
+                done = piece.stop
+                self.num_pieces += 1
+                self.num_recomputed += piece.recompute
+            self._tokens.append(tokens[0] if len(tokens) == 1 else torch.cat(tokens))
+        return self._tokens
+
+    def _run_piece(self, batch: BatchPlan, piece: Piece, kind: Hashable, cell: nn.Module) -> Tensor:
+        def compute(*_: Tensor) -> Any:
+            return cell(*self._gather_arguments(batch, piece))
+
+        num_nodes = piece.stop - piece.start
+        if piece.recompute and torch.is_grad_enabled():
+            from torch.utils.checkpoint import checkpoint
+
+            outputs = checkpoint(compute, use_reentrant=False)
+        else:
+            outputs = compute()
+        components = outputs if isinstance(outputs, tuple) else (outputs,)
+        for each in components:
+            if not isinstance(each, Tensor) or each.shape[:1] != (num_nodes,):
+                got = tuple(each.shape) if isinstance(each, Tensor) else type(each)
+                raise ValueError(
+                    f"the cell of {kind!r} must return a tensor or a tuple of tensors with one row "
+                    f"for each of its {num_nodes} nodes; got {got}"
+                )
+        is_tuple = isinstance(outputs, tuple)
+        if self.is_tuple.setdefault(batch.pool, is_tuple) != is_tuple:
+            raise ValueError(
+                f"the cell of {kind!r} returns {'a tuple' if is_tuple else 'a tensor'}, but cells "
+                "with outputs for the same argument do not"
+            )
+        start = batch.start + piece.start
+        token = WriteOutputs.apply(self._pools, batch.pool, start, kind, *components)
+        assert isinstance(token, Tensor)
+        return token
+
+    def _gather_arguments(self, batch: BatchPlan, piece: Piece) -> list[Any]:
+        """Return operands, argument by argument, and then inputs, of the nodes of a piece."""
+        num_nodes = piece.stop - piece.start
+        operands: dict[int, Any] = {}
+        for whole in batch.operands:
+            for part in piece.cut(whole, batch.num_nodes):
+                tokens = [self._tokens[source] for source in part.sources]
+                found = ReadOperands.apply(self._pools, part, num_nodes, *tokens)
+                assert isinstance(found, tuple)
+                width = len(found) // len(part.slots)
+                for place, slot in enumerate(part.slots):
+                    components_of_slot = found[place * width : (place + 1) * width]
+                    operands[slot] = (
+                        components_of_slot if self.is_tuple[part.pool] else components_of_slot[0]
+                    )
+        arguments = [operands[slot] for slot in range(len(operands))]
+        for tensor in self._inputs.tensors.get(batch.kind, ()):
+            if batch.inputs_in_order is not None:
+                first = batch.inputs_in_order + piece.start
+                arguments.append(tensor[first : first + num_nodes])
+            else:
+                rows = self._input_index[batch.input_rows][piece.start : piece.stop]
+                arguments.append(tensor.index_select(0, rows.to(tensor.device)))
+        return arguments

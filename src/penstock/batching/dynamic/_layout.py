@@ -18,9 +18,15 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.batching._arrays import Integers
-from penstock.batching.dynamic._native import lay_out_by_library, load_library_for
-from penstock.batching.dynamic._node_graph import NodeGraph
-from penstock.batching.dynamic._schedule import Order, order_nodes
+from penstock.batching.dynamic._schedule import (
+    GraphRequest,
+    Order,
+    list_fields,
+    load_library_for,
+    order_nodes,
+)
+from penstock.batching.dynamic._typed_graph import NodeGraph
+from penstock.codegen import to_struct
 
 
 class Operands(NamedTuple):
@@ -100,14 +106,41 @@ def plan_execution(
     return _plan_by_library(compiled, graph, order, first_rows)
 
 
+@dataclass
+class _LayoutRequest(GraphRequest):
+    """Arguments of `penstock_batching_layout`; those from `nodes` on are written."""
+
+    num_batches: int
+    begins: Integers
+    kinds: Integers
+    first_rows: Integers | None
+    nodes: Integers
+    pool_of_kind: Integers
+    batch_of: Integers
+    row_of: Integers
+    places: Integers
+    index: Integers
+    plan: Integers
+    num_gathered: int = 0
+
+
 def _plan_by_library(
     compiled: ctypes.CDLL, graph: NodeGraph, order: Order, first_rows: Integers | None
 ) -> ExecutionPlan:
-    laid = lay_out_by_library(compiled, graph, order, first_rows)
-    begins = order[1].tolist()
-    numbers = iter(laid.plan.tolist())
+    nodes, begins, kinds = (np.ascontiguousarray(each, dtype=np.int64) for each in order)
+    num_nodes, num_arguments = graph.num_nodes, len(graph.flat)
+    # Six numbers for a batch, which has a node; seven for an operand, which has an argument, and
+    # one for each of its sources, of which every one has an argument too.
+    most = 6 * num_nodes + 8 * num_arguments
+    lengths = (graph.num_types, num_nodes, num_nodes, num_nodes, num_arguments, most)
+    outputs = [np.empty(length, dtype=np.int64) for length in lengths]
+    pool_of_kind, batch_of, row_of, places, index, numbers_of_plan = outputs
+    fields = (len(kinds), begins, kinds, first_rows, nodes.copy(), *outputs)
+    request = to_struct(_LayoutRequest(*list_fields(graph), *fields))
+    length = compiled.penstock_batching_layout(ctypes.byref(request))
+    numbers = iter(numbers_of_plan[:length].tolist())
     batches: list[BatchPlan] = []
-    for first, kind in zip(begins, numbers, strict=False):
+    for first, kind in zip(begins.tolist(), numbers, strict=False):
         count, pool, start, inputs, num_operands = islice(numbers, 5)
         operands: list[Operands] = []
         for _ in range(num_operands):
@@ -121,11 +154,11 @@ def _plan_by_library(
         batches.append(BatchPlan(kind, count, pool, start, tuple(operands), rows, in_order))
     return ExecutionPlan(
         batches=batches,
-        index=laid.index,
-        input_index=laid.places,
-        pool_of_node=laid.pool_of_kind[graph.types],
-        row_of_node=laid.row_of,
-        batch_of_node=laid.batch_of,
+        index=index[: request.num_gathered],
+        input_index=places,
+        pool_of_node=pool_of_kind[graph.types],
+        row_of_node=row_of,
+        batch_of_node=batch_of,
         lower_bound=graph.lower_bound,
         planned_by="C++",
     )
@@ -222,7 +255,6 @@ def _find_operands(
 
 
 def _number_within_kinds(graph: NodeGraph) -> Integers:
-    """Number the nodes of each type."""
     places = np.empty(graph.num_nodes, dtype=np.int64)
     for kind in range(graph.num_types):
         own = np.flatnonzero(graph.types == kind)

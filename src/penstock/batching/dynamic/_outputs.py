@@ -1,8 +1,15 @@
-"""Results of a run of graphs: the outputs of all nodes, and a report."""
+"""Outputs of a run: all batches in one tensor, their gradients in another, and the results.
+
+Batches write their outputs into pools, outside of autograd, and read operands from there. A token
+connects them for autograd: an empty tensor that is the result of a batch and an argument of all
+its readers. In backward, readers add into the gradient pool; autograd runs the writer's node after
+all of them, and the writer reads its rows from there. So a step moves each gradient once: no reader
+makes a gradient as large as the whole pool.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +19,10 @@ from torch import Tensor
 
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._layout import ExecutionPlan, Operands
-from penstock.batching.dynamic._pools import OutputPools, ReadOperands
+from penstock.compat import autograd
 from penstock.tables import Report
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +97,17 @@ class BatchedOutputs:
         self._check_kept(chosen)
         pool_of = self._plan.pool_of_node[chosen]
         pools = np.unique(pool_of).tolist()
-        if len(pools) == 1:
-            return self._read_pool(pools[0], chosen)
         parts = [self._read_pool(pool, chosen[pool_of == pool]) for pool in pools]
-        self._check_layouts(parts, chosen)
-        order = np.argsort(np.argsort(pool_of, kind="stable"), kind="stable")
-        index = torch.from_numpy(order)
-        if isinstance(parts[0], tuple):
-            return tuple(
+        components = parts[0]
+        if len(pools) > 1:
+            self._check_layouts(pools, parts, chosen)
+            order = np.argsort(np.argsort(pool_of, kind="stable"), kind="stable")
+            index = torch.from_numpy(order)
+            components = tuple(
                 torch.cat(each).index_select(0, index.to(each[0].device))
                 for each in zip(*parts, strict=True)
             )
-        return torch.cat(parts).index_select(0, index.to(parts[0].device))
+        return components if self._is_tuple[pools[0]] else components[0]
 
     def _check_kept(self, chosen: Integers) -> None:
         if self._kept is not None:
@@ -110,12 +118,12 @@ class BatchedOutputs:
                     f"keep was {sorted(self._kept, key=repr)}"
                 )
 
-    def _check_layouts(self, parts: Sequence[Any], chosen: Integers) -> None:
+    def _check_layouts(
+        self, pools: list[int], parts: list[tuple[Tensor, ...]], chosen: Integers
+    ) -> None:
         layouts = {
-            tuple((tuple(each.shape[1:]), each.dtype) for each in part)
-            if isinstance(part, tuple)
-            else (tuple(part.shape[1:]), part.dtype)
-            for part in parts
+            (self._is_tuple[pool], *((each.shape[1:], each.dtype) for each in part))
+            for pool, part in zip(pools, parts, strict=True)
         }
         if len(layouts) > 1:
             raise ValueError(
@@ -140,7 +148,7 @@ class BatchedOutputs:
             )
         return chosen.astype(np.int64)
 
-    def _read_pool(self, pool: int, chosen: Integers) -> Any:
+    def _read_pool(self, pool: int, chosen: Integers) -> tuple[Tensor, ...]:
         rows = self._plan.row_of_node[chosen]
         in_order = bool((np.diff(rows) == 1).all())
         place = slice(0, len(rows)) if in_order else self._pools.extend_index(rows)
@@ -149,7 +157,7 @@ class BatchedOutputs:
         tokens = [self._tokens[batch] for batch in sources]
         found = ReadOperands.apply(self._pools, operands, len(rows), *tokens)
         assert isinstance(found, tuple)
-        return found if self._is_tuple[pool] else found[0]
+        return found
 
     def of(self, kind: Hashable) -> Any:
         """Return the outputs of all nodes of a type, graph by graph.
@@ -171,3 +179,167 @@ class BatchedOutputs:
         if (np.diff(self.first_nodes) == 0).any():
             raise ValueError("a graph without nodes has no last one")
         return self.select(self.first_nodes[1:] - 1)
+
+
+class OutputPools:
+    """The outputs of a graph's nodes by pool and component, and their gradients.
+
+    Pools in `widened` keep half precision as float32, since other cells that write to them may
+    return float32 under autocast.
+    """
+
+    def __init__(self, pool_rows: list[int], index: Tensor, widened: Collection[int] = ()) -> None:
+        self._num_rows = pool_rows
+        self._index = index
+        self._widened = widened
+        self._values: list[tuple[Tensor, ...] | None] = [None] * len(pool_rows)
+        self._gradients: dict[int, tuple[Tensor, ...]] = {}
+        self._pass = -1
+        self.gathered_bytes = 0
+        self.sliced_bytes = 0
+
+    def write(self, pool: int, start: int, components: tuple[Tensor, ...], name: Any) -> None:
+        """Store the outputs of a batch, `[num_nodes, ...]` each, at `start`."""
+        values, layout = self._values[pool], self.find_layout(pool, components)
+        if values is None:
+            values = self._values[pool] = tuple(
+                each.new_empty((self._num_rows[pool], *each.shape[1:]), dtype=dtype)
+                for each, (_, dtype) in zip(components, layout, strict=True)
+            )
+        expected = self.find_layout(pool, values)
+        if layout != expected:
+            raise ValueError(
+                f"the cell of {name!r} returns {layout}, but cells with outputs for the same "
+                f"argument returned {expected} (shape without the batch axis, and dtype); they "
+                "must return the same"
+            )
+        for value, component in zip(values, components, strict=True):
+            # .data has a version counter of its own: the rows written here are in no slice that
+            # autograd has saved, although they share a storage.
+            value.data[start : start + len(component)].copy_(component.detach())
+
+    def find_layout(
+        self, pool: int, components: tuple[Tensor, ...]
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape, without the batch axis, and dtype of rows as a pool keeps them."""
+        widens = pool in self._widened
+        return [
+            (tuple(each.shape[1:]), torch.float32 if widens and each.dtype in _HALF else each.dtype)
+            for each in components
+        ]
+
+    def read(self, operands: Operands, num_nodes: int) -> list[tuple[Tensor, ...]]:
+        """Return for each slot the components of its operand, `[num_nodes, ...]` each."""
+        values = self._values[operands.pool]
+        assert values is not None
+        if operands.start is not None:
+            first = operands.start + operands.rows.start
+            last = operands.start + operands.rows.stop
+            slices = tuple(value.data[first:last] for value in values)
+            self.sliced_bytes += sum(each.nbytes for each in slices)
+            return [slices]
+        gathered = [value.index_select(0, self._index[operands.rows]) for value in values]
+        self.gathered_bytes += sum(each.nbytes for each in gathered)
+        parts = [each.split(num_nodes) for each in gathered]
+        return list(zip(*parts, strict=True))
+
+    def add_gradients(
+        self, operands: Operands, num_nodes: int, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        """Add the gradients of operands, slot by slot and component by component."""
+        pool = self._find_gradient_pool(operands.pool)
+        for place in range(len(operands.slots)):
+            for component, target in enumerate(pool):
+                gradient = gradients[place * len(pool) + component]
+                if gradient is None:
+                    continue
+                if operands.start is not None:
+                    first = operands.start + operands.rows.start
+                    target[first : operands.start + operands.rows.stop] += gradient
+                else:
+                    first = operands.rows.start + place * num_nodes
+                    target.index_add_(0, self._index[first : first + num_nodes], gradient)
+
+    def take_gradients(self, pool: int, start: int, num_nodes: int) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the rows of a batch."""
+        values = self._values[pool]
+        assert values is not None
+        return tuple(
+            each[start : start + num_nodes] if has_gradient(value) else None
+            for each, value in zip(self._find_gradient_pool(pool), values, strict=True)
+        )
+
+    def extend_index(self, rows: Integers) -> slice:
+        """Add rows to read later; return their range in the index."""
+        before = len(self._index)
+        more = torch.from_numpy(rows).to(self._index.device)
+        self._index = torch.cat([self._index, more])
+        return slice(before, before + len(rows))
+
+    def nbytes(self) -> int:
+        """Return the bytes of all outputs."""
+        return sum(value.nbytes for values in self._values if values for value in values)
+
+    def _find_gradient_pool(self, pool: int) -> tuple[Tensor, ...]:
+        current = autograd.current_graph_task_id()
+        if current != self._pass:  # another backward pass, as with retain_graph=True
+            self._pass, self._gradients = current, {}
+        if pool not in self._gradients:
+            values = self._values[pool]
+            assert values is not None
+            self._gradients[pool] = tuple(torch.zeros_like(value) for value in values)
+        return self._gradients[pool]
+
+
+class WriteOutputs(torch.autograd.Function):
+    """Components of a batch's outputs -> their token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pools: OutputPools, pool: int, start: int, name: Any, *components: Tensor
+    ) -> Tensor:
+        pools.write(pool, start, components, name)
+        ctx.place = (pools, pool, start, len(components[0]))
+        ctx.dtypes = [each.dtype for each in components]
+        return components[0].new_empty(0, dtype=torch.get_default_dtype())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        pools, pool, start, num_nodes = ctx.place
+        gradients = pools.take_gradients(pool, start, num_nodes)
+        cast = (
+            None if each is None else each.to(dtype)
+            for each, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return None, None, None, None, *cast
+
+
+class ReadOperands(torch.autograd.Function):
+    """Tokens of the batches that are read -> operands, slot by slot and component by component."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pools: OutputPools, operands: Operands, num_nodes: int, *tokens: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.place = (pools, operands, num_nodes)
+        ctx.num_tokens = len(tokens)
+        outputs = tuple(each for slot in pools.read(operands, num_nodes) for each in slot)
+        ctx.mark_non_differentiable(*(each for each in outputs if not has_gradient(each)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # pools are outside of autograd: the result would be wrong
+            raise RuntimeError(
+                "outputs of a DynamicBatcher can be differentiated once; create_graph=True is not "
+                "supported: run the cells one by one where second derivatives are needed"
+            )
+        pools, operands, num_nodes = ctx.place
+        pools.add_gradients(operands, num_nodes, gradients)
+        return (None, None, None, *[None] * ctx.num_tokens)
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Return whether autograd differentiates with respect to tensors of this type."""
+    return tensor.is_floating_point() or tensor.is_complex()

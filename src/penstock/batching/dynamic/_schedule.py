@@ -19,24 +19,34 @@ run the one with the most urgent nodes, by the lengths l(v) of the paths behind 
 On trees and chains some type is always free, and the result is optimal. If the rule does not meet
 the bound, as on lattices, it is tried from the end too, and `schedule` searches on: see
 schedule.cpp.
+
+Scheduling and layout walk over every edge a few times, and with batches that are composed anew in
+every epoch they do so in every step. In C++ that takes less than a millisecond where NumPy takes
+ten; without a compiler NumPy does it, and the search beyond the rule is left out.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from penstock.batching._arrays import Integers
-from penstock.batching.dynamic._native import load_library_for, order_by_library
-from penstock.batching.dynamic._node_graph import NodeGraph, list_places
+from penstock.batching.dynamic._typed_graph import NodeGraph
+from penstock.codegen import load_optional_library, to_struct
 from penstock.tables import Report
 
 Order = tuple[Integers, Integers, Integers]
 """Nodes in execution order, the first of each batch, and its type: see `order_nodes`."""
 
 _Batch = tuple[int, Integers]  # its type and its nodes
+
+_SOURCES = [Path(__file__).with_name(name) for name in ("schedule.cpp", "layout.cpp")]
+_MAX_NODES = 1 << 30  # node numbers have 32 bits there
 
 # Exponents of path lengths in the urgency; infinity takes the longest path only.
 # They are tried one after the other until the bound is met, and the best result is taken.
@@ -86,7 +96,9 @@ def schedule(types: Sequence[int], arguments: Sequence[Sequence[int]]) -> BatchS
         TypeError: Types or arguments are not whole numbers.
         ValueError: Their lengths differ, a type is negative, or an argument is no earlier node.
     """
-    graph, names = NodeGraph.of(types, arguments).renumber_types()
+    graph = NodeGraph.of(types, arguments)
+    names, codes = np.unique(graph.types, return_inverse=True)
+    graph = NodeGraph(codes, graph.starts, graph.flat, len(names))
     order, starts, batch_types = order_nodes(graph, search=True)
     return BatchSchedule(
         [part.tolist() for part in np.split(order, starts[1:-1])] if len(order) else [],
@@ -116,6 +128,70 @@ def order_nodes(graph: NodeGraph, *, search: bool = False, frees_most: bool = Fa
     return found
 
 
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """Return the library, or None without a compiler; the outcome is logged once."""
+    return load_optional_library(
+        "batching",
+        _SOURCES,
+        flags=("-O3",),
+        functions={
+            f"penstock_batching_{name}": (ctypes.c_int64, [ctypes.c_void_p])
+            for name in ("order", "layout")
+        },
+        work="batches are planned",
+        otherwise="by NumPy, without search",
+    )
+
+
+def load_library_for(graph: NodeGraph) -> ctypes.CDLL | None:
+    """Return the library, or None if there is none or the graph is too large for it."""
+    return load_library() if graph.num_nodes < _MAX_NODES and len(graph.flat) < _MAX_NODES else None
+
+
+@dataclass
+class GraphRequest:
+    """Arguments of the library's functions that are a graph."""
+
+    num_nodes: int
+    num_types: int
+    types: Integers
+    starts: Integers
+    flat: Integers
+
+
+@dataclass
+class _OrderRequest(GraphRequest):
+    """Arguments of `penstock_batching_order`; the last five are written."""
+
+    search: bool
+    frees_most: bool
+    order: Integers
+    begins: Integers
+    kinds: Integers
+    lower_bound: int = 0
+    num_by_depth: int = 0
+
+
+def list_fields(graph: NodeGraph) -> tuple[int, int, Integers, Integers, Integers]:
+    """Return the fields of a `GraphRequest`."""
+    assert all(each.dtype == np.int64 for each in (graph.types, graph.starts, graph.flat))
+    return graph.num_nodes, graph.num_types, graph.types, graph.starts, graph.flat
+
+
+def order_by_library(
+    compiled: ctypes.CDLL, graph: NodeGraph, *, search: bool, frees_most: bool
+) -> tuple[Order, int]:
+    """Schedule a graph as `order_nodes` does; return also the number of batches by depth."""
+    num_nodes = graph.num_nodes
+    outputs = [np.empty(length, dtype=np.int64) for length in (num_nodes, num_nodes + 1, num_nodes)]
+    request = to_struct(_OrderRequest(*list_fields(graph), search, frees_most, *outputs))
+    num_batches = compiled.penstock_batching_order(ctypes.byref(request))
+    graph.__dict__["lower_bound"] = request.lower_bound  # so it is not computed again
+    order, begins, kinds = outputs
+    return (order, begins[: num_batches + 1], kinds[:num_batches]), request.num_by_depth
+
+
 def order_by_numpy(graph: NodeGraph) -> Order:
     """Schedule a graph by the rule alone."""
     best: list[_Batch] | None = None
@@ -136,7 +212,6 @@ def _to_arrays(batches: list[_Batch]) -> Order:
 
 
 def _apply_rule(graph: NodeGraph, exponent: float) -> list[_Batch]:
-    """Apply the rule until all nodes have run."""
     num_types, length = graph.num_types, graph.ahead[:, -1]
     weights, join = (length / max(int(length.max(initial=1)), 1)) ** exponent, np.sum
     if np.isinf(exponent):
@@ -164,7 +239,7 @@ def _apply_rule(graph: NodeGraph, exponent: float) -> list[_Batch]:
         kind = max([k for k in waiting if is_free[k]] or waiting, key=urgency.__getitem__)
         done.append((kind, np.concatenate(ready[kind])))
         ready[kind], ahead[kind], urgency[kind] = [], 0, 0.0
-        reached = readers[list_places(starts, done[-1][1])]
+        reached = readers[_list_places(starts, done[-1][1])]
         np.subtract.at(waits, reached, 1)
         arrived = np.unique(reached[waits[reached] == 0])
 
@@ -180,3 +255,9 @@ def _batch_by_depth(graph: NodeGraph) -> list[_Batch]:
 def _group(keys: Integers, nodes: Integers) -> list[_Batch]:
     """Return the nodes of each key, by key."""
     return [(key, nodes[keys == key]) for key in np.unique(keys).tolist()]
+
+
+def _list_places(starts: Integers, chosen: Integers) -> Integers:
+    """Return the places `starts[c]` up to `starts[c + 1]` of all chosen, one after the other."""
+    first, counts = starts[chosen], np.diff(starts)[chosen]
+    return np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from penstock.batching._meter import measured_peak
 from penstock.batching.dynamic._layout import BatchPlan, ExecutionPlan, Operands
-from penstock.batching.dynamic._pools import OutputPools, has_gradient
+from penstock.batching.dynamic._outputs import OutputPools, has_gradient
 from penstock.compat.dispatch import tree_leaves, tree_map
 from penstock.errors import CapacityError
 from penstock.units import format_bytes
@@ -175,12 +175,7 @@ class BatchSplitter:
             operands |= dict.fromkeys(each.slots, example if is_tuple else example[0])
         arguments = [operands[slot] for slot in range(len(operands))]
         arguments += [tensor[:1] for tensor in inputs.tensors.get(batch.kind, ())]
-        layouts = tuple(
-            tuple(
-                (each.shape, each.dtype) for each in (part if isinstance(part, tuple) else (part,))
-            )
-            for part in arguments
-        )
+        layouts = tree_map(lambda each: (each.shape, each.dtype), tuple(arguments))
         key = (batch.kind, layouts, _find_mode(cell, inputs.device))
         if key not in self._measured:
             self._measured[key] = _measure_cell(cell, arguments, inputs.device, room)

@@ -103,10 +103,6 @@ extern "C" int64_t penstock_batching_layout(LayoutRequest* request) {
   Longs next_row(num_types, 0), seen(num_batches, -1), sources, scattered;
   int64_t stamp = 0, gathered = 0;
   int64_t* out = plan;
-  auto write_sources = [&](const Longs& found) {
-    *out++ = int64_t(found.size());
-    out = std::copy(found.begin(), found.end(), out);
-  };
   for (int64_t batch = 0; batch < num_batches; ++batch) {
     const int64_t first = begins[batch], last = begins[batch + 1], kind = kinds[batch];
     const int64_t arity = starts[nodes[first] + 1] - starts[nodes[first]];
@@ -136,53 +132,46 @@ extern "C" int64_t penstock_batching_layout(LayoutRequest* request) {
     next_row[pool] += last - first;
 
     auto argument = [&](int64_t k, int64_t slot) { return arguments[starts[nodes[k]] + slot]; };
-    auto collect = [&](int64_t slot) {
-      for (int64_t k = first; k < last; ++k) {
-        const int64_t source = batch_of[argument(k, slot)];
-        if (seen[source] == stamp) continue;
-        seen[source] = stamp;
-        sources.push_back(source);
-      }
+    // An operand of one slot with consecutive rows from `start` on, or of several, gathered.
+    auto write_operand = [&](const Longs& slots, int64_t from, int64_t start) {
+      ++*num_operands;
+      ++stamp;
+      sources.clear();
+      const int64_t begin = start < 0 ? gathered : 0;
+      for (int64_t slot : slots)
+        for (int64_t k = first; k < last; ++k) {
+          if (start < 0) index[gathered++] = row_of[argument(k, slot)];
+          const int64_t source = batch_of[argument(k, slot)];
+          if (seen[source] == stamp) continue;
+          seen[source] = stamp;
+          sources.push_back(source);
+        }
+      std::sort(sources.begin(), sources.end());
+      const int64_t fields[] = {from, start, begin, start < 0 ? gathered : last - first,
+                                int64_t(slots.size())};
+      out = std::copy(std::begin(fields), std::end(fields), out);
+      out = std::copy(slots.begin(), slots.end(), out);
+      *out++ = int64_t(sources.size());
+      out = std::copy(sources.begin(), sources.end(), out);
     };
+    auto pool_of = [&](int64_t slot) { return pool_of_kind[types[argument(first, slot)]]; };
     scattered.clear();
     for (int64_t slot = 0; slot < arity; ++slot) {
       const int64_t start = row_of[argument(first, slot)];
       bool follows = true;
       for (int64_t k = first; k < last && follows; ++k)
         follows = row_of[argument(k, slot)] == start + k - first;
-      if (!follows) {
+      if (follows)
+        write_operand({slot}, pool_of(slot), start);
+      else
         scattered.push_back(slot);
-        continue;
-      }
-      ++*num_operands;
-      ++stamp;
-      sources.clear();
-      collect(slot);
-      std::sort(sources.begin(), sources.end());
-      const int64_t fields[] = {pool_of_kind[types[argument(first, slot)]], start, 0, last - first,
-                                1, slot};
-      out = std::copy(std::begin(fields), std::end(fields), out);
-      write_sources(sources);
     }
     // Operands that are not contiguous are gathered at once, pool by pool.
     while (!scattered.empty()) {
-      const int64_t from = pool_of_kind[types[argument(first, scattered[0])]];
+      const int64_t from = pool_of(scattered[0]);
       Longs together, others;
-      for (int64_t slot : scattered)
-        (pool_of_kind[types[argument(first, slot)]] == from ? together : others).push_back(slot);
-      ++*num_operands;
-      ++stamp;
-      sources.clear();
-      const int64_t begin = gathered;
-      for (int64_t slot : together) {
-        collect(slot);
-        for (int64_t k = first; k < last; ++k) index[gathered++] = row_of[argument(k, slot)];
-      }
-      std::sort(sources.begin(), sources.end());
-      const int64_t fields[] = {from, -1, begin, gathered, int64_t(together.size())};
-      out = std::copy(std::begin(fields), std::end(fields), out);
-      out = std::copy(together.begin(), together.end(), out);
-      write_sources(sources);
+      for (int64_t slot : scattered) (pool_of(slot) == from ? together : others).push_back(slot);
+      write_operand(together, from, -1);
       scattered.swap(others);
     }
   }

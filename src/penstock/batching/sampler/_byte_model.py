@@ -24,11 +24,7 @@ import torch
 
 from penstock.batching._arrays import Floats, Integers
 from penstock.batching._meter import measured_peak
-from penstock.batching.sampler._costs import (
-    SampleCosts,
-    check_numbers,
-    round_up_bytes,
-)
+from penstock.batching.sampler._packing import SampleCosts, check_numbers, round_up_bytes
 from penstock.tables import Report
 
 logger = logging.getLogger(__name__)
@@ -157,7 +153,9 @@ class ByteModel(Report, title="byte model"):
             Bytes.
         """
         arrays = self._check_features(features)
-        total = float(np.dot(_sum_features(batch, arrays), self._list_coefficients(arrays)))
+        bytes_of = {**self.summed_bytes, **self.padded_bytes}
+        coefficients = [self.fixed_bytes, *(bytes_of[name] for name in arrays)]
+        total = float(np.dot(_sum_features(batch, arrays), coefficients))
         return round(max(total, self.least_bytes))
 
     def costs(self, features: Features) -> SampleCosts:
@@ -223,10 +221,6 @@ class ByteModel(Report, title="byte model"):
             rows.append(("probes", len(pairs)))
             rows.append(("errors of probes", f"{min(errors):+.1%} to {max(errors):+.1%}"))
         return rows
-
-    def _list_coefficients(self, arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
-        bytes_of = {**self.summed_bytes, **self.padded_bytes}
-        return [self.fixed_bytes, *(bytes_of[name] for name in arrays)]
 
     def _check_features(self, features: Features) -> dict[str, tuple[Floats, bool]]:
         arrays = _read_features(features)
@@ -354,10 +348,8 @@ def _read_features(features: Features) -> dict[str, tuple[Floats, bool]]:
         values = given.values if is_padded else given
         if isinstance(values, range):
             values = list(values)
-        arrays[name] = (
-            check_numbers(values, name=f"features[{name!r}]").astype(np.float64),
-            is_padded,
-        )
+        numbers = check_numbers(values, name=f"features[{name!r}]")
+        arrays[name] = (numbers.astype(np.float64), is_padded)
     lengths = {name: len(values) for name, (values, _) in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"features must have one number per sample each; got lengths {lengths}")

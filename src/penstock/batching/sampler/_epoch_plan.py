@@ -14,9 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.batching._arrays import Floats, Integers
-from penstock.batching.sampler._costs import SampleCosts, check_numbers, round_up_bytes
 from penstock.batching.sampler._packing import (
     UNPLACED,
+    SampleCosts,
+    check_numbers,
     deal,
     divide,
     drop_empty,
@@ -24,6 +25,7 @@ from penstock.batching.sampler._packing import (
     pack_lightest_first,
     pack_longest_first,
     place_rest,
+    round_up_bytes,
     size_windows,
     split_largest,
 )
@@ -44,9 +46,6 @@ class EpochPlan:
 
     items: Integers
     starts: Integers
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
 
 
 @dataclass(frozen=True, kw_only=True)

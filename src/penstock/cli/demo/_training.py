@@ -1,7 +1,7 @@
 """The script of the arms: an ordinary training loop, in a process of its own for each arm.
 
 It trains a step per line of standard input, and reports each. Its one argument is JSON, as
-`_processes.py` writes it; with "plan_seconds" the step is not trained but planned.
+`list_commands` writes it; with "plan_seconds" the step is not trained but planned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli._vector_math import settle_vector_math
-from penstock.cli.demo._config import PLANNED, DemoConfig, DemoError
+from penstock.cli.demo import PLANNED, DemoConfig, DemoError
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from penstock.integrations.transformers._report import TrainingReport
+from penstock.integrations.transformers._shapes import TrainingReport
 from penstock.integrations.transformers._training import (
     PlannedTraining,
     plan_trainers,

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -260,16 +260,26 @@ def preserve_random_states() -> Iterator[None]:
 def _read(
     loader: DataLoader[Any], indices: list[list[int]], with_masks: bool
 ) -> list[Batch] | None:
+    seen: set[Kind] = set()
+
+    def collate(samples: list[Any]) -> tuple[Kind, Batch | None]:
+        """Return the form of a batch, and the batch itself if its form is new."""
+        batch = dict(loader.collate_fn(samples))
+        form = read_form(batch, with_masks=with_masks)
+        is_new = form not in seen
+        seen.add(form)
+        return form, batch if is_new else None
+
     reader = DataLoader(
         loader.dataset,
         batch_sampler=indices,
-        collate_fn=_NewForms(loader.collate_fn, with_masks),
+        collate_fn=collate,
         num_workers=1,
         multiprocessing_context="fork",
         worker_init_fn=loader.worker_init_fn,
     )
     found: list[Batch] = []
-    known: dict[Any, Batch] = {}
+    known: dict[Kind, Batch] = {}
     begin = time.monotonic()
     try:
         for form, batch in reader:
@@ -283,19 +293,3 @@ def _read(
         _logger.info("an epoch cannot be read ahead, lengths are learned in training: %s", error)
         return None
     return found
-
-
-class _NewForms:
-    """A collator that returns the form of each batch, and the batch itself if its form is new."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], with_masks: bool) -> None:
-        self._collate, self._with_masks = collate, with_masks
-        self._seen: set[Any] = set()
-
-    def __call__(self, samples: list[Any]) -> tuple[Any, Batch | None]:
-        batch = dict(self._collate(samples))
-        form = read_form(batch, with_masks=self._with_masks)
-        if form in self._seen:
-            return form, None
-        self._seen.add(form)
-        return form, batch

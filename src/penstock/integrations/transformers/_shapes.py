@@ -7,10 +7,11 @@ the model before it trains. Otherwise each form of batches has a plan of its own
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from penstock.activations import offload
 from penstock.errors import InfeasibleError
-from penstock.executor import PlannedStep, fit
+from penstock.executor import ExecutionReport, PlannedStep, fit
 from penstock.integrations.transformers._batches import (
     Kind,
     Lengths,
@@ -34,7 +35,7 @@ from penstock.integrations.transformers._batches import (
     take_rows,
 )
 from penstock.integrations.transformers._loss import TrainerLoss
-from penstock.integrations.transformers._report import TrainingReport, summarize_plans
+from penstock.tables import report_table
 from penstock.units import format_bytes, parse_bytes
 
 _logger = logging.getLogger(__name__)
@@ -46,6 +47,56 @@ _ROOM = 0.5  # share of an ordinary step's free bytes for saved tensors; the res
 _SECONDS = 60.0  # default time for planning, as in `fit`
 _TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}  # relative; sums in another order
 _HALF_TOLERANCE = 2e-2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingReport:
+    """Steps of a training and their plans; times and bytes are means of steps."""
+
+    num_steps: int
+    """Updates of the model."""
+    num_planned_steps: int
+    """Updates that ran as planned."""
+    num_padded_steps: int
+    """Planned updates with a batch that was padded up to the length of a plan."""
+    num_ordinary_steps: int
+    """Updates without a plan, under `penstock.offload`."""
+    padding: str
+    """``"padded"``, or the reason why batches are not padded to the lengths of plans."""
+    padded_share: float
+    """Share of padding among all positions of planned steps."""
+    num_plans: int
+    """Number of plans that were run."""
+    arena_bytes: int
+    """Device memory for values, of the largest plan."""
+    workspace_bytes: int
+    """Device memory for workspaces of operators, of the largest plan."""
+    host_bytes: int
+    """Host memory of copies."""
+    file_bytes: int
+    """File space of copies."""
+    moved_bytes: dict[str, int]
+    """Bytes of a planned step on each link."""
+    step_seconds: float
+    """Time of a planned step: the mean of the plans' medians, weighted by steps."""
+    predicted_step_seconds: float
+    """Simulated time of a planned step, averaged in the same way."""
+    stall_seconds: float
+    """Time of a planned step for which the computation waited for transfers."""
+    plans: tuple[ExecutionReport, ...]
+    """The report of each plan, in their order; a plan that was bound again has two."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        rows = [
+            (field.name, getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name != "plans"
+        ]
+        return report_table(rows, title="penstock.plan_training")
 
 
 class PlannedShapes:
@@ -63,9 +114,12 @@ class PlannedShapes:
         self._trainer, self._loss, self._options = trainer, loss, dict(options)
         self._optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         config = getattr(loss.model, "config", None)
-        self._pad = Padding(
-            _find_pad_token(trainer, config), bool(getattr(config, "is_encoder_decoder", False))
+        tokens = (
+            getattr(each, "pad_token_id", None) for each in (trainer.processing_class, config)
         )
+        # The position is masked, so any token is right.
+        pad_token = next((token for token in tokens if token is not None), 0)
+        self._pad = Padding(pad_token, bool(getattr(config, "is_encoder_decoder", False)))
         self._most_positions = getattr(config, "max_position_embeddings", None)
         self._planned: dict[Kind, list[Lengths]] = {}
         self._forms: set[Kind] = set()
@@ -74,8 +128,7 @@ class PlannedShapes:
         # roundings differ, so a plan for such masks is for no others.
         self._dtypes = {each.dtype for each in loss.parameters() if each.dtype.is_floating_point}
         self._is_half = trainer.args.bf16 or not self._dtypes <= _TOLERANCES.keys()
-        self._num_ordinary = self._num_padded = 0
-        self._positions = self._padded_positions = 0
+        self._num_ordinary = self._num_padded = self._positions = self._padded_positions = 0
         update, self._num_items = first
         epoch = self._read_updates(update)
         self._padding = self._decide_padding(epoch, lengths)
@@ -127,15 +180,29 @@ class PlannedShapes:
 
     def report(self) -> TrainingReport:
         """Sum up the steps of all plans."""
-        plans = summarize_plans(self._step.reports())
+        plans = self._step.reports()
+        num_planned = sum(each.num_steps for each in plans)
+
+        def total(values: Iterable[Any]) -> Any:
+            return sum(each.num_steps * value for each, value in zip(plans, values, strict=True))
+
+        sizes = ("arena_bytes", "workspace_bytes", "host_bytes", "file_bytes")
+        times = ("step_seconds", "predicted_step_seconds", "stall_seconds")
+        links = dict.fromkeys(link for each in plans for link in each.moved_bytes)
+        moved = {link: total(each.moved_bytes.get(link, 0) for each in plans) for link in links}
+        divisor = max(1, num_planned)
         return TrainingReport(
-            num_steps=plans["num_planned_steps"] + self._num_ordinary,
+            num_steps=num_planned + self._num_ordinary,
+            num_planned_steps=num_planned,
             num_padded_steps=self._num_padded,
             num_ordinary_steps=self._num_ordinary,
             padding=self._padding,
             padded_share=self._padded_positions / max(1, self._positions),
             num_plans=len(self._forms),
-            **plans,
+            moved_bytes={link: num_bytes // divisor for link, num_bytes in moved.items()},
+            plans=tuple(plans),
+            **{name: max((getattr(each, name) for each in plans), default=0) for name in sizes},
+            **{name: total(getattr(each, name) for each in plans) / divisor for name in times},
         )
 
     def _read_updates(self, first: Update) -> list[Update]:
@@ -263,12 +330,8 @@ class PlannedShapes:
     def _count_free_bytes(self) -> int:
         """Return the budget minus parameters, their gradients, buffers and optimizer state."""
         model = self._loss.model
-        state = [
-            value
-            for each in self._optimizer.state.values()
-            for value in each.values()
-            if isinstance(value, torch.Tensor)
-        ]
+        values = (value for each in self._optimizer.state.values() for value in each.values())
+        state = [value for value in values if isinstance(value, torch.Tensor)]
         gradients = [each for each in model.parameters() if each.requires_grad]
         tensors = [*model.parameters(), *model.buffers(), *gradients, *state]
         budget = parse_bytes(self._options["device_memory"], name="device_memory")
@@ -316,14 +379,6 @@ class PlannedShapes:
         return "padded"
 
 
-def _find_pad_token(trainer: Any, config: Any) -> int:
-    for owner in (trainer.processing_class, config):
-        token = getattr(owner, "pad_token_id", None)
-        if token is not None:
-            return token
-    return 0  # the position is masked, so any token is right
-
-
 def check_lengths(lengths: Sequence[int | Sequence[int]] | None) -> None:
     """Refuse lengths that are neither positive numbers nor tuples of them.
 
@@ -349,7 +404,6 @@ def _expand_lengths(given: int | Sequence[int], num: int) -> Lengths:
 
 
 def _count_positions(update: Update) -> int:
-    """Return the positions of all attention masks."""
     return sum(
         each["attention_mask"].numel()
         for each in update

@@ -17,8 +17,11 @@ from torch import nn
 
 from penstock.integrations.transformers._batches import Batch, Update
 from penstock.integrations.transformers._loss import TrainerLoss
-from penstock.integrations.transformers._report import TrainingReport
-from penstock.integrations.transformers._shapes import PlannedShapes, check_lengths
+from penstock.integrations.transformers._shapes import (
+    PlannedShapes,
+    TrainingReport,
+    check_lengths,
+)
 from penstock.units import parse_bytes
 
 _METHODS = (
@@ -218,7 +221,10 @@ class PlannedTraining:
     ) -> None:
         trainer = self._trainer
         _refuse_unplanned(trainer)  # also callbacks that were added since
-        _refuse_wrapped(trainer, model)
+        if model is not trainer.accelerator.unwrap_model(model):
+            raise ValueError(
+                f"the trainer's model is wrapped as a {type(model).__name__}: {_ONE_PROCESS}"
+            )
         self._loss = TrainerLoss(trainer, model, is_scaled=_is_scaled(trainer, num_items))
         self._shapes = PlannedShapes(
             trainer, self._loss, self._options, self._lengths, first=(update, num_items)
@@ -249,10 +255,6 @@ def _refuse_unplanned(trainer: Any) -> None:
                     "does not have, as it is one with its update: remove the callback, use "
                     "on_step_end, or train without a plan (penstock.offload)"
                 )
-    _refuse_setting(trainer)
-
-
-def _refuse_setting(trainer: Any) -> None:
     accelerator = trainer.accelerator
     if accelerator.num_processes > 1:
         raise ValueError(
@@ -264,13 +266,6 @@ def _refuse_setting(trainer: Any) -> None:
         raise ValueError(
             "accelerator.backward has been replaced, and planned steps would not call it: train "
             "without a plan (penstock.offload)"
-        )
-
-
-def _refuse_wrapped(trainer: Any, model: nn.Module) -> None:
-    if model is not trainer.accelerator.unwrap_model(model):
-        raise ValueError(
-            f"the trainer's model is wrapped as a {type(model).__name__}: {_ONE_PROCESS}"
         )
 
 

@@ -1,7 +1,10 @@
-"""Mini-batches of a graph as of PyG's `NeighborLoader`, without a compiled sampler.
+"""PyTorch Geometric: tables as a feature store, and mini-batches without compiled samplers.
 
-PyG's own loader joins the nodes with their features, so the batches have its fields. The sampler is
-Penstock's, and the next batch is sampled and gathered in another thread while this one is used.
+`data.x = penstock.unify(data.x)` needs nothing of this: PyG's own loaders gather rows of the table,
+in this process and in workers. This module has tables as a `FeatureStore`, and the loader for which
+PyG needs compiled extensions. PyG's own loader joins the nodes with their features, so the batches
+have its fields. The sampler is Penstock's, and the next batch is sampled and gathered in another
+thread while this one is used.
 """
 
 from __future__ import annotations
@@ -11,21 +14,32 @@ import copy
 import dataclasses
 import functools
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, pairwise
+from typing import Any, NoReturn, TypeVar, cast
+
+try:
+    import torch_geometric as _torch_geometric  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch_geometric":  # it is there, and something that it needs is not
+        raise
+    raise ModuleNotFoundError(
+        "penstock.integrations.pyg needs PyTorch Geometric: pip install 'penstock[pyg]'",
+        name=error.name,
+    ) from error
 
 import torch
-from torch_geometric.data import Data, FeatureStore, HeteroData
+from torch_geometric.data import Data, FeatureStore, HeteroData, TensorAttr
 from torch_geometric.loader import NodeLoader
+from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
 
-from penstock.integrations.pyg._feature_store import UnifiedFeatureStore
-from penstock.integrations.pyg._sampler import UnifiedSampler
 from penstock.tables import Report
 from penstock.traversal import NeighborSampler
-from penstock.unified import UnifiedTensor
+from penstock.unified import UnifiedTensor, unify
+
+__all__ = ["LoaderReport", "NeighborLoader", "UnifiedFeatureStore", "UnifiedSampler"]
 
 Item = TypeVar("Item")
 
@@ -39,6 +53,161 @@ _ONLY_VALUES = {
     "directed": True,
     "subgraph_type": "directional",
 }
+
+
+class UnifiedFeatureStore(FeatureStore):
+    """Features in tables, in memory or in files, for PyG's loaders and for your own.
+
+    Example:
+        >>> store = UnifiedFeatureStore({("paper", "x"): torch.rand(100, 8)})
+        >>> store["paper", "x", torch.tensor([3, 1])].shape
+        torch.Size([2, 8])
+
+    Args:
+        features: Features by (group, name), such as `("paper", "x")`; the group is a node type, an
+            edge type or None. Each is a table, or another source of `penstock.unify`: a tensor, an
+            array, the path of a file.
+
+    Raises:
+        TypeError: A key is no pair.
+    """
+
+    def __init__(self, features: Mapping[tuple[Any, str], Any] | None = None) -> None:
+        super().__init__()
+        self._tables: dict[tuple[Any, str], UnifiedTensor] = {}
+        for key, source in (features or {}).items():
+            if not isinstance(key, tuple) or len(key) != 2:
+                raise TypeError(f"features: expected keys (group, name), got {key!r}")
+            self._tables[key] = _as_table(source)
+
+    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+        """Put a new table, or write rows of the one that is there; return False if none is."""
+        if attr.index is None:
+            self._tables[_key(attr)] = _as_table(tensor)
+            return True
+        table = self._tables.get(_key(attr))
+        if table is None:
+            return False
+        rows = torch.as_tensor(tensor, dtype=table.dtype)
+        index = attr.index
+        if isinstance(index, slice):  # a table in a file is written by row numbers
+            index = torch.arange(*index.indices(len(table)))
+        elif isinstance(index, int):
+            index, rows = torch.tensor([index]), rows[None]
+        with torch.no_grad():
+            table[index] = rows
+        return True
+
+    def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:
+        """Write rows of a table, or replace a table; returns whether it was there.
+
+        Args:
+            tensor: Rows, or a whole table.
+            *args: Arguments of `TensorAttr`: the group, the name and the index.
+            **kwargs: Arguments of `TensorAttr` by name.
+        """
+        # PyG's own would drop the whole table.
+        attr: Any = self._tensor_attr_cls.cast(*args, **kwargs)
+        return _key(attr) in self._tables and self.put_tensor(tensor, attr)
+
+    def _get_tensor(self, attr: TensorAttr) -> torch.Tensor:
+        table = self._tables.get(_key(attr))
+        if table is None:
+            known = ", ".join(map(repr, self._tables)) or "nothing"
+            raise KeyError(f"no features {_key(attr)!r} in the store; it has {known}")
+        index = attr.index
+        if index is None or (isinstance(index, slice) and index == slice(None)):
+            return table
+        return table[index]
+
+    def _remove_tensor(self, attr: TensorAttr) -> bool:
+        return self._tables.pop(_key(attr), None) is not None
+
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
+        if _key(attr) not in self._tables:
+            return None
+        return tuple(self._get_tensor(attr).shape)
+
+    def get_all_tensor_attrs(self) -> list[TensorAttr]:
+        """Return group and name of each table; a loader fills in the index."""
+        return [TensorAttr(group, name) for group, name in self._tables]
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{key!r}: {tuple(t.shape)}" for key, t in self._tables.items())
+        return f"{type(self).__name__}({{{parts}}})"
+
+
+def _key(attr: TensorAttr) -> tuple[Any, str]:
+    return attr.group_name, cast("str", attr.attr_name)
+
+
+def _as_table(source: Any) -> UnifiedTensor:
+    return source if isinstance(source, UnifiedTensor) else unify(source)
+
+
+class UnifiedSampler(BaseSampler):
+    """A sampler for PyG's `NodeLoader` of a graph in tables, without pyg-lib and torch-sparse.
+
+    Example:
+        >>> from torch_geometric.data import Data
+        >>> from torch_geometric.loader import NodeLoader
+        >>> edges = torch.tensor([[1, 2, 0], [0, 0, 1]])
+        >>> data = Data(x=torch.eye(3), edge_index=edges)
+        >>> graph = NeighborSampler.from_edges(edges, 3, fanouts=[2])
+        >>> next(iter(NodeLoader(data, UnifiedSampler(graph), batch_size=1))).n_id
+        tensor([0, 1, 2])
+
+    Args:
+        graph: Sampler whose edge ids are those of the data's edge attributes.
+    """
+
+    def __init__(self, graph: NeighborSampler) -> None:
+        if not isinstance(graph, NeighborSampler):
+            raise TypeError(
+                f"graph: expected a penstock.traversal.NeighborSampler, got {type(graph).__name__}"
+            )
+        self.graph = graph
+
+    def sample_from_nodes(
+        self,
+        index: NodeSamplerInput,
+        *,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> SamplerOutput:
+        """Sample the neighbourhood of some seeds for PyG's loaders.
+
+        Args:
+            index: Seeds.
+            generator: Generator of the random numbers; by default PyTorch's.
+            **kwargs: None.
+
+        Raises:
+            ValueError: `index` has times or a node type.
+        """
+        if kwargs:
+            raise TypeError(f"sample_from_nodes: unexpected arguments {sorted(kwargs)}")
+        if index.time is not None or index.input_type is not None:
+            raise ValueError(
+                "index: expected seeds without times and without a node type; temporal and "
+                "heterogeneous graphs are not supported"
+            )
+        found = self.graph.sample(index.node, generator=generator)
+        return SamplerOutput(
+            node=found.node_ids,
+            row=found.edge_index[0],
+            col=found.edge_index[1],
+            edge=found.edge_ids,
+            num_sampled_nodes=[found.num_nodes[0], *(b - a for a, b in pairwise(found.num_nodes))],
+            num_sampled_edges=[b - a for a, b in pairwise(found.num_edges)],
+            metadata=(index.input_id, None),
+        )
+
+    def sample_from_edges(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError: give the nodes at both ends of the edges instead."""
+        raise NotImplementedError(
+            "UnifiedSampler samples from nodes only; give the nodes at both ends of the edges"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,9 +307,7 @@ class NeighborLoader(NodeLoader):
         # Drawn here, so that no other thread advances the generator of the training.
         seed = torch.empty((), dtype=torch.int64).random_(generator=self.generator).item()
         jobs = self._jobs(int(seed))
-        if self.prefetch:
-            return PrefetchIterator(jobs, ahead=self.prefetch, count_wait=self._count_wait)
-        return self._run_in_turn(jobs)
+        return run_ahead(jobs, ahead=self.prefetch, count_wait=self._count_wait)
 
     @property
     def graph(self) -> NeighborSampler:
@@ -188,16 +355,11 @@ class NeighborLoader(NodeLoader):
     def _count_wait(self, seconds: float) -> None:
         self._seconds["wait"] += seconds
 
-    def _run_in_turn(self, jobs: Iterator[Callable[[], Any]]) -> Iterator[Any]:
-        for job in jobs:
-            start = time.perf_counter()
-            batch = job()
-            self._count_wait(time.perf_counter() - start)
-            yield batch
 
-
-class PrefetchIterator(Iterator[Item], Generic[Item]):
-    """An iterator over the results of jobs, in their order, which computes the next ones ahead.
+def run_ahead(
+    jobs: Iterator[Callable[[], Item]], *, ahead: int, count_wait: Callable[[float], None]
+) -> Iterator[Item]:
+    """Yield the results of jobs, in their order, while the next ones are computed.
 
     Jobs are drawn by the thread that iterates, and run by one other thread, one after the other.
     The error of a job is raised in place of its result, and ends the iteration. If the iteration is
@@ -205,40 +367,27 @@ class PrefetchIterator(Iterator[Item], Generic[Item]):
 
     Args:
         jobs: Functions that compute the results.
-        ahead: Number of jobs that may run, or wait, ahead of the next result.
+        ahead: Number of jobs that may run, or wait, ahead of the next result; at 0 the thread that
+            iterates runs them.
         count_wait: Function that takes the seconds that each result was waited for.
     """
+    pending: deque[Callable[[], Item]] = deque()
+    threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-loader")
 
-    def __init__(
-        self, jobs: Iterator[Callable[[], Item]], *, ahead: int, count_wait: Callable[[float], None]
-    ) -> None:
-        self._jobs, self._ahead, self._count_wait = jobs, ahead, count_wait
-        self._pending: deque[Future[Item]] = deque()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-loader")
-        self._stop = weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
-        self._refill()
+    def refill() -> None:
+        for job in islice(jobs, ahead - len(pending)):
+            pending.append(threads.submit(job).result)
 
-    def __next__(self) -> Item:
-        self._refill()
-        if not self._pending:
-            self._stop()
-            raise StopIteration
-        try:
+    try:
+        refill()
+        while pending or (pending := deque(islice(jobs, 1))):
             start = time.perf_counter()
-            result = self._pending.popleft().result()
-            self._count_wait(time.perf_counter() - start)
-            self._refill()
-        except BaseException:
-            self._pending.clear()
-            self._jobs = iter(())
-            self._stop()
-            raise
-        return result
-
-    def _refill(self) -> None:
-        """Submit jobs until `ahead` of them are under way."""
-        while len(self._pending) < self._ahead and (job := next(self._jobs, None)) is not None:
-            self._pending.append(self._threads.submit(job))
+            result = pending.popleft()()
+            count_wait(time.perf_counter() - start)
+            refill()
+            yield result
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_data(data: Any) -> None:

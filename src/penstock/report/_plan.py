@@ -1,6 +1,8 @@
-"""A plan as a picture, with the streams of device and links, and as a table and blocks of text.
+"""A plan as a timeline, as a trace and a picture, and as a table and blocks of text.
 
-Picture and blocks show device memory over time by kind of tensor.
+Its simulation in the form of a recorded step is drawn and traced by the same code as a step that
+ran. The step is one of many equal ones: a transfer that goes over its end is shown at its
+beginning, too. Picture and blocks show device memory over time by kind of tensor.
 """
 
 from __future__ import annotations
@@ -10,21 +12,27 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.graph import Kind, StepGraph
-from penstock.planner import Plan, Simulation, simulate
-from penstock.report._figures import (
+from penstock.memory import Span, Tier, Timeline
+from penstock.planner import Copy, Plan, Simulation, simulate
+from penstock.report._picture import (
     LEGEND_OUTSIDE,
     draw_lanes,
     new_figure,
     style_axes,
     write_figure,
 )
-from penstock.report._lanes import LaneKind, sort_into_lanes
-from penstock.report._plan_timeline import plan_timeline
+from penstock.report._trace import (
+    LaneKind,
+    chrome_trace,
+    make_counter,
+    sort_into_lanes,
+    write_json,
+)
 from penstock.tables import report_table
 from penstock.units import format_bytes, format_seconds
 
@@ -76,6 +84,170 @@ _ASCII_BOX = ("|", "-", "+")
 _NUM_TARGETS = 3  # names of recomputed operators in the table
 
 
+def plan_timeline(
+    graph: StepGraph,
+    plan: Plan,
+    simulation: Simulation | None = None,
+    *,
+    name_operators: bool = True,
+) -> Timeline:
+    """Turn a plan into the timeline of one of its steps, from 0 nanoseconds on.
+
+    Example:
+        >>> write_chrome_trace(plan_timeline(graph, plan), "plan.json")  # doctest: +SKIP
+
+    Args:
+        graph: The graph that the plan is for.
+        plan: The plan.
+        simulation: The simulation of the plan, if it is at hand.
+        name_operators: True names computations after operators; False after their phases, and
+            joins consecutive ones of one phase.
+
+    Returns:
+        Computations, transfers and stalls, and the bytes that the plan has on each tier.
+    """
+    simulation = simulate(graph, plan) if simulation is None else simulation
+    planned = plan.planned_graph(graph)
+    spans = _list_computations(planned, plan, simulation, name_operators=name_operators)
+    spans += _list_stalls(simulation)
+    spans += _list_transfers(plan, simulation)
+    return Timeline(
+        start_ns=0,
+        end_ns=_to_ns(simulation.step_seconds),
+        samples=_sample_tiers(plan, simulation),
+        spans=sorted(spans, key=lambda span: span.start_ns),
+    )
+
+
+def _to_ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _list_computations(
+    graph: StepGraph, plan: Plan, simulation: Simulation, *, name_operators: bool
+) -> list[Span]:
+    again = set(plan.recomputed)
+    spans: list[Span] = []
+    for position, (start, stop) in enumerate(simulation.positions):
+        operator = graph.operators[plan.order[position]]
+        if name_operators:
+            name = f"{operator.name} (again)" if position in again else operator.name
+        else:
+            name = "recomputation" if position in again else operator.phase.value
+        begin = _to_ns(start)
+        follows = spans and spans[-1].name == name and begin - spans[-1].end_ns <= 1
+        if follows and not name_operators:
+            begin = spans.pop().start_ns
+        spans.append(Span("compute", name, begin, _to_ns(stop)))
+    return spans
+
+
+def _list_stalls(simulation: Simulation) -> Iterator[Span]:
+    for stall in simulation.stalls:
+        if stall.position < len(simulation.positions):
+            until = simulation.positions[stall.position][0]
+        else:
+            until = simulation.step_seconds
+        yield Span("stall", "waits for a transfer", _to_ns(until - stall.seconds), _to_ns(until))
+
+
+def _list_transfers(plan: Plan, simulation: Simulation) -> Iterator[Span]:
+    step = simulation.step_seconds
+    for transfer, (start, end) in zip(plan.transfers, simulation.transfers, strict=True):
+        shift = start // step * step if step else 0.0
+        parts = [(start - shift, end - shift)]
+        while parts[-1][1] > step > 0:  # it goes on in the next step
+            begin, stop = parts.pop()
+            parts += [(begin, step), (0.0, stop - step)]
+        for begin, stop in parts:
+            yield Span(transfer.link.value, "", _to_ns(begin), _to_ns(stop), transfer.num_bytes)
+
+
+def _sample_tiers(plan: Plan, simulation: Simulation) -> dict[Tier, list[tuple[int, int]]]:
+    """Return the bytes of each tier after every change, from the beginning of the step on."""
+    totals = {Tier.DEVICE: [sum(c) for c in zip(*simulation.memory_bytes.values(), strict=True)]}
+    for tier in (Tier.HOST, Tier.FILE):
+        copies = [copy for copy in plan.copies if copy.tier == tier]
+        if copies:
+            totals[tier] = _sum_copies(copies, len(plan.order))
+    starts = [0, *(_to_ns(start) for start, _ in simulation.positions[1:])]
+    samples = {}
+    for tier, column in totals.items():
+        changes = zip(starts, column, [None, *column], strict=False)
+        samples[tier] = [(start, total) for start, total, before in changes if total != before]
+    return samples
+
+
+def _sum_copies(copies: list[Copy], num_positions: int) -> list[int]:
+    """Return the bytes of copies at each position of the step."""
+    change = [0] * (2 * num_positions + 1)
+    for copy in copies:
+        change[copy.start] += copy.num_bytes
+        change[min(copy.end, copy.start + num_positions)] -= copy.num_bytes
+    held = list(itertools.accumulate(change[:-1]))
+    # What is held beyond the end of the step is held at its beginning.
+    halves = zip(held[:num_positions], held[num_positions:], strict=True)
+    return [now + later for now, later in halves]
+
+
+def plan_trace(graph: StepGraph, plan: Plan, *, title: str = "Penstock plan") -> dict[str, Any]:
+    """Turn a plan into the JSON object that trace viewers open.
+
+    Example:
+        >>> plan_trace(graph, plan)["displayTimeUnit"]  # doctest: +SKIP
+        'ms'
+
+    Args:
+        graph: The graph that the plan is for.
+        plan: The plan.
+        title: The name above the rows.
+
+    Returns:
+        A JSON-serialisable object with the key `"traceEvents"`; the counter "device memory" has a
+        series for each kind of tensor.
+    """
+    simulation = simulate(graph, plan)
+    trace = chrome_trace(plan_timeline(graph, plan, simulation), title=title)
+    kinds = [kind for kind, taken in simulation.memory_bytes.items() if any(taken)]
+    before: dict[str, int] | None = None
+    for position, (start, _) in enumerate(simulation.positions):
+        taken = {kind.value: simulation.memory_bytes[kind][position] for kind in kinds}
+        if taken != before:
+            event = make_counter("device memory by kind", start * 1e6, taken)
+            trace["traceEvents"].append(event)
+            before = taken
+    trace["otherData"] |= {"method": plan.method, "graph": plan.graph_digest}
+    return trace
+
+
+def write_plan_trace(
+    graph: StepGraph,
+    plan: Plan,
+    path: str | os.PathLike[str],
+    *,
+    title: str = "Penstock plan",
+) -> Path:
+    """Write a plan as a Chrome trace; open the file with https://ui.perfetto.dev.
+
+    Example:
+        >>> write_plan_trace(graph, plan, "plan.trace.json")  # doctest: +SKIP
+        PosixPath('plan.trace.json')
+
+    Args:
+        graph: The graph that the plan is for.
+        plan: The plan.
+        path: The file to write, replaced if it exists; missing directories are made.
+        title: The name above the rows.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    return write_json(plan_trace(graph, plan, title=title), path)
+
+
 def draw_plan(
     graph: StepGraph,
     plan: Plan,
@@ -112,8 +284,7 @@ def draw_plan(
     draw_lanes(lane_axes, lanes, names, _LANE_STYLES, unit_ns=1e9, fontsize=10)
     lane_axes.set_xlabel("time within a step, seconds", fontsize=11)
     lane_axes.set_xlim(0, max(simulation.step_seconds, 1e-9))
-    figure.suptitle(title or _make_headline(plan), fontsize=13)
-    return write_figure(figure, path)
+    return write_figure(figure, path, title or _make_headline(plan))
 
 
 def _make_headline(plan: Plan) -> str:
