@@ -210,7 +210,6 @@ def test_state_of_a_file_lies_beside_it_and_is_found_again(name, tmp_path):
     continuous = kind([whole], **options)
     for _ in range(3):
         steps_alike([table, whole], [kind([table], **options), continuous], 2)
-        table._table.close()
         table = unify(tmp_path / "x.npy", requires_grad=True)
     everything = torch.arange(40)
     assert torch.equal(table.detach()[everything], whole.detach()[everything])
