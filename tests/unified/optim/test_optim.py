@@ -253,7 +253,7 @@ def test_what_lies_beside_a_file_is_no_state_of_it(tmp_path):
 
 
 def test_a_first_value_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(_optimizer, "_FILL_BYTES", 64)
+    monkeypatch.setattr("penstock.unified.file.table._BLOCK_BYTES", 64)
     table = empty((50, 4), path=tmp_path / "table", requires_grad=True)
     table[torch.tensor([7])].sum().backward()
     optimizer = Adagrad([table], initial_accumulator_value=0.5)
