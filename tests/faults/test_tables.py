@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from penstock.unified.file import _rows
 from penstock.unified.file import writer as file_writer
 from penstock.unified.file._rows import RowReader
 from penstock.unified.file.layout import RowLayout
-from penstock.unified.file.writer import RowWriter, write_batch
+from penstock.unified.file.writer import table_file, write_batch
 from penstock.unified.optim import Adam
 
 pytest.importorskip("pytest_timeout", reason="a hang would not end")
@@ -431,7 +432,8 @@ def test_a_read_error_in_the_middle_of_a_batch(disk, method):
 def test_a_write_error_in_the_middle_of_a_batch(disk, compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr("penstock.unified.file._rows.get_library", lambda: None)
-    writer = RowWriter(disk.layout)
+    writer = SimpleNamespace(layout=disk.layout, file=table_file(disk.layout))
+    writer.file.open(disk.layout)
     os.close(writer.file._fd)
     writer.file._fd = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
     monkeypatch.setattr(writer.file, "_check_name", lambda layout: None)

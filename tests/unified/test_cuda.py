@@ -32,7 +32,7 @@ WIDTHS = [1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 513,
 def method(request, monkeypatch) -> str:
     """Both ways to a GPU: reading registered memory, and through buffers if CUDA refuses."""
     if request.param == "staged":
-        monkeypatch.setattr(_registration, "_register_range", lambda *_: "refused by a test")
+        monkeypatch.setattr(_registration, "try_pin", lambda *_: 1)  # refused
     return request.param
 
 
@@ -253,34 +253,46 @@ def test_memory_that_is_registered_already_is_refused_and_staged(caplog):
         assert int(runtime.cudaHostUnregister(address)) == 0
 
 
-def test_memory_ends_while_kernels_are_under_way_on_two_streams():
+@pytest.fixture
+def unpinned(monkeypatch) -> list[int]:
+    """Addresses of memory that was unregistered."""
+    addresses = []
+    unpin = _registration.unpin
+    monkeypatch.setattr(
+        _registration, "unpin", lambda address: (addresses.append(address), unpin(address))
+    )
+    return addresses
+
+
+def test_memory_ends_while_kernels_are_under_way_on_two_streams(unpinned):
     for _ in range(20):
+        unpinned.clear()
         u = unify(torch.ones(1 << 18, 64))
         address = u._table.memory.address
         index = torch.randint(0, 1 << 18, (1 << 18,), device="cuda")
         pending = [u.gather_rows_async(index, stream=torch.cuda.Stream()) for _ in range(2)]
-        assert address in _registration._ranges
+        assert address not in unpinned
         del u
         rows = [each.wait() for each in pending]
         del pending
         gc.collect()
-        assert address not in _registration._ranges
+        assert address in unpinned
         for each in rows:
             assert each.eq(1).all()
 
 
-def test_a_view_of_an_alias_keeps_the_memory():
+def test_a_view_of_an_alias_keeps_the_memory(unpinned):
     u = unify(torch.arange(600.0).view(100, 6))
     address = u._table.memory.address
     view = u._table.device_table(CUDA).alias()[50:]
     assert view.data_ptr() == address + 50 * 24  # no copy
     del u
     gc.collect()
-    assert address in _registration._ranges
+    assert address not in unpinned
     assert torch.equal(view.cpu(), torch.arange(300.0, 600.0).view(50, 6))
     del view
     gc.collect()
-    assert address not in _registration._ranges
+    assert address in unpinned
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64])

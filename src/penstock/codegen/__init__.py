@@ -4,6 +4,8 @@ Penstock ships no compiled code, so no wheel has to match a release of PyTorch. 
 built at its first use, in under a second, and found in the user's cache from then on.
 """
 
+from pathlib import Path
+
 from penstock.codegen._build import build_library, why_nothing_can_be_built
 from penstock.codegen._cache import CacheEntry, cache_entry
 from penstock.codegen._compiler import find_compiler
@@ -11,6 +13,7 @@ from penstock.codegen._load import load_library, load_module, load_optional_libr
 from penstock.codegen._structs import struct_type, to_struct
 
 __all__ = [
+    "THREADS",
     "CacheEntry",
     "build_library",
     "cache_entry",
@@ -22,3 +25,6 @@ __all__ = [
     "to_struct",
     "why_nothing_can_be_built",
 ]
+
+THREADS = Path(__file__).with_name("threads.cpp")
+"""C++ source of `parallel`, which works with torch's threads: the first one of a library's."""

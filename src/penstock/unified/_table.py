@@ -126,12 +126,7 @@ class Table(abc.ABC):
 
     @abc.abstractmethod
     def write_rows(
-        self,
-        index: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        alpha: float | None = None,
-        negative: bool,
+        self, index: torch.Tensor, source: torch.Tensor, *, alpha: float | None, negative: bool
     ) -> None:
         """Write rows: `table[index[i]] = source[i]`; of several for one row the last one stays.
 

@@ -282,7 +282,7 @@ def _rebuild(
     hot_rows: HotRows | None,
     requires_grad: bool,
 ) -> UnifiedTensor:
-    memory = TableMemory.attach(descriptor.detach(), num_bytes)
+    memory = TableMemory(num_bytes, descriptor.detach())
     use = MemoryUse(memory.tensor(shape, dtype), memory)
     table = HostTable(use, device=device, hot_rows=hot_rows)
     return tensor_over(table, requires_grad=requires_grad)

@@ -108,13 +108,17 @@ def _check_cache(table: HostTable | FileTable) -> None:
     hot_rows = table.hot_rows
     if hot_rows is None:
         return
-    hot_rows.check(table.shape[0])
+    scores, num_rows = hot_rows.scores, table.shape[0]
+    if scores is not None and len(scores) != num_rows:
+        raise ValueError(
+            f"scores: expected one for each of the table's {num_rows} rows, got {len(scores)}"
+        )
     if table.device.type != "cpu":
         return
     if isinstance(table, HostTable):
         table.hot_rows = None
         logger.info("cache: a table in memory needs none where its rows go to the CPU")
-    elif hot_rows.scores is not None:
+    elif scores is not None:
         logger.info("cache: on the CPU the rows of a file are kept as they are used, not by scores")
 
 

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.unified import HotRows, unify
-from penstock.unified.device import _registration
 from penstock.unified.device import _rows as device_rows
-from penstock.unified.device._registration import Registration, StreamUses
+from penstock.unified.device._registration import MemoryUse
 from penstock.unified.device.table import DeviceTable, IndexCheck
 from penstock.unified.host import table as host_table
 from random_rows import DTYPES, noise, same_bits
@@ -167,10 +166,15 @@ def test_empty_tables_and_rows(shape):
     device_rows.read_rows(table, nothing, rows, first_wrong=none_wrong())
     device_rows.write_rows(table, nothing, rows)
     device_rows.add_rows(table, nothing, rows)
-    first = none_wrong()
-    out = torch.ones(2, *shape[1:])
-    device_rows.read_rows(table, torch.tensor([0, 7]), out, first_wrong=first)
-    assert int(first) == (0 if shape[0] == 0 else 1)
+    device_rows.read_rows(table, torch.tensor([0, 7]), torch.ones(2, *shape[1:]))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (5, 0), (5, 2, 0)])
+def test_indices_of_rows_without_bytes_are_checked(registered, shape):
+    on = unify(torch.zeros(shape))._table.device_table(CPU)
+    wrong = int(shape[0] > 0)
+    with pytest.raises(IndexError, match=rf"index\[{wrong}\] is {7 * wrong}, but"):
+        on.read_rows(torch.tensor([0, 7]), torch.ones(2, *shape[1:]), negative=False)
 
 
 @pytest.mark.parametrize("write", [device_rows.write_rows, device_rows.add_rows])
@@ -242,12 +246,7 @@ def test_operators_are_what_they_say():
 def registered(monkeypatch):
     """Memory that the "GPU", which is this CPU, reads where it lies."""
 
-    def register(memory, device):
-        registration = Registration.__new__(Registration)
-        registration.reads, registration.writes = StreamUses(), StreamUses()
-        return registration
-
-    monkeypatch.setattr(_registration, "register", register)
+    monkeypatch.setattr(MemoryUse, "register", lambda use, device: True)
 
 
 @pytest.mark.parametrize("cache", [None, "4KiB", "scores"])

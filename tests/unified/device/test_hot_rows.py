@@ -178,7 +178,7 @@ def tables(request, tmp_path):
     content = torch.randn(300, ROW)
     if request.param == "memory":
         u = unify(content)
-        u._table.use.register = lambda device: None  # CUDA refuses
+        u._table.use.register = lambda device: False  # CUDA refuses
         return u, u._table.view_from(CPU, HotRows(budget(300, 40)))
     np.save(tmp_path / "x.npy", content.numpy())
     u = unify(tmp_path / "x.npy")
@@ -197,7 +197,7 @@ def test_a_table_that_is_copied_through_buffers_has_a_cache_too(tables):
         assert torch.equal(out, expected[index])
         changed = index[0].unique()
         expected[changed] = torch.randn(len(changed), ROW)
-        table.write_rows(changed, expected[changed], negative=False)
+        table.write_rows(changed, expected[changed], alpha=None, negative=False)
         with pytest.raises(IndexError, match=r"index\[1\]\[0\] is 300"):
             on.read_rows(torch.tensor([[0], [300]]), torch.empty(2, 1, ROW), negative=False)
     hits, misses = on.count_hits()
@@ -224,7 +224,7 @@ def test_what_another_process_writes_to_the_file_is_not_kept(tmp_path):
 
 def test_a_write_through_another_tensor_over_the_table_is_seen():
     u = unify(torch.randn(50, ROW))
-    u._table.use.register = lambda device: None
+    u._table.use.register = lambda device: False
     one, other = (u._table.view_from(CPU, HotRows("1KiB")).device_table(CPU) for _ in range(2))
     index, out = torch.arange(20), torch.empty(20, ROW)
     for write in (lambda: u.index_add_(0, index, torch.ones(20, ROW)), lambda: u.mul_(3)):
@@ -241,7 +241,7 @@ def test_a_write_through_another_tensor_over_the_table_is_seen():
 
 def test_a_gather_in_flight_raises_when_it_is_waited_for():
     u = unify(torch.randn(50, ROW))
-    u._table.use.register = lambda device: None
+    u._table.use.register = lambda device: False
     on = u._table.device_table(CPU)
     stream = torch.cpu.current_stream()
     index = torch.tensor([[3, 1], [3, 49]])

@@ -17,7 +17,8 @@ import torch
 from penstock.memory import pinned
 from penstock.unified import unify
 from penstock.unified.device import _registration
-from penstock.unified.device._registration import StreamUses
+from penstock.unified.device._registration import MemoryUse, StreamUses
+from penstock.unified.device.table import DeviceTable
 from penstock.unified.host import memory as host_memory
 from penstock.unified.host.memory import TableMemory
 from simulated_cuda import SimulatedCuda
@@ -31,14 +32,18 @@ def runtime(simulated_cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> S
     forgotten = lambda device: simulated_cuda.calls.append(("clear error", device))  # noqa: E731
     monkeypatch.setattr(pinned, "_clear_last_error", forgotten)
     monkeypatch.setattr(_registration, "find_numa_node", lambda _: None)
-    monkeypatch.setattr(_registration, "_ranges", {})
     return simulated_cuda
+
+
+def use_of(memory: TableMemory) -> MemoryUse:
+    return MemoryUse(memory.tensor((memory.num_bytes,), torch.uint8), memory)
 
 
 def test_memory_is_shared_and_registered_once_in_whole_pages(runtime):
     memory = TableMemory(3 * PAGE + 5)
-    registration = _registration.register(memory, GPU)
-    assert registration is not None and _registration.register(memory, GPU) is registration
+    use = use_of(memory)
+    assert use.is_registered is None
+    assert use.register(GPU) and use.register(GPU) and use.is_registered
     assert runtime.calls == [("register", memory.address, 4 * PAGE, 1)]
     assert memory.descriptor is not None
 
@@ -47,30 +52,28 @@ def test_tables_over_one_memory_share_its_registration(runtime):
     u = unify(torch.ones(100, 8))
     table = u._table
     views = [table, table.view_from(torch.device("cpu"), None)]
-    found = [view.use.register(GPU) for view in views]
-    assert found[0] is found[1] and found[0] is not None
+    assert all(view.use.register(GPU) for view in views)
+    assert views[0].use is views[1].use
     assert len(runtime.calls) == 1
 
 
 def test_nothing_is_registered_for_no_bytes(runtime):
-    memory = TableMemory(0)
-    assert _registration.register(memory, GPU) is not None
-    del memory
+    assert use_of(TableMemory(0)).register(GPU)
     gc.collect()
     assert runtime.calls == []
 
 
 def test_a_refusal_is_said_once_forgotten_by_cuda_and_remembered(runtime, caplog):
     runtime.code = 2
-    memory = TableMemory(PAGE)
+    use = use_of(TableMemory(PAGE))
     with caplog.at_level(logging.INFO, logger="penstock"):
-        assert _registration.register(memory, GPU) is None
-        assert _registration.register(memory, GPU) is None
+        assert not use.register(GPU)
+        assert not use.register(GPU)
     assert [call[0] for call in runtime.calls] == ["register", "clear error"]
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "refused to register 4.00 KiB of host memory: CUDA error 2." in caplog.text
     assert "ulimit -l" in caplog.text
-    del memory
+    del use
     gc.collect()
     assert [call[0] for call in runtime.calls] == ["register", "clear error"]
 
@@ -78,31 +81,22 @@ def test_a_refusal_is_said_once_forgotten_by_cuda_and_remembered(runtime, caplog
 def test_memory_that_cannot_be_moved_is_a_refusal_too(runtime, caplog, monkeypatch):
     monkeypatch.setattr(host_memory, "advise", lambda *_: 28)  # no page can be had
     with caplog.at_level(logging.INFO, logger="penstock"):
-        assert _registration.register(TableMemory(PAGE), GPU) is None
+        assert not use_of(TableMemory(PAGE)).register(GPU)
     assert "could not be moved into shared memory" in caplog.text
     assert "No space left" in caplog.text and runtime.calls == []
-
-
-def test_a_range_that_overlaps_another_is_refused_without_asking(runtime, caplog):
-    memory = TableMemory(8 * PAGE)
-    _registration._ranges[memory.address + 7 * PAGE] = memory.address + 9 * PAGE
-    with caplog.at_level(logging.INFO, logger="penstock"):
-        assert _registration.register(memory, GPU) is None
-    assert "a part of it is registered already" in caplog.text and runtime.calls == []
-    beside = TableMemory(8 * PAGE)
-    assert _registration.register(beside, GPU) is not None
 
 
 def test_memory_is_unregistered_after_its_last_reader_and_writer(runtime):
     memory = TableMemory(PAGE)
     address, content = memory.address, memory.tensor((PAGE,), torch.uint8)
-    registration = _registration.register(memory, GPU)
+    use = use_of(memory)
+    assert use.register(GPU)
     first, second = (runtime.Stream(name=each) for each in ("first", "second"))
     for stream in (first, first, second):
-        registration.reads.record(stream)
-    registration.writes.record(first)
-    registration.exported.add(GPU)
-    del memory
+        use.reads.record(stream)
+    use.writes.record(first)
+    use.exported.add(GPU)
+    del memory, use
     gc.collect()
     assert runtime.calls[1:] == [
         ("wait", ("first", 2)),
@@ -111,41 +105,42 @@ def test_memory_is_unregistered_after_its_last_reader_and_writer(runtime):
         ("synchronize", GPU),
         ("unregister", address),
     ]
-    assert not _registration._ranges
     content.fill_(1)  # still mapped
 
 
 def test_memory_of_a_captured_graph_stays(runtime, monkeypatch):
-    monkeypatch.setattr(_registration, "_captured", [])
-    memory = TableMemory(PAGE)
-    _registration.register(memory, GPU)
+    monkeypatch.setattr(DeviceTable, "_is_capturing", lambda table: True)
+    monkeypatch.setattr(DeviceTable, "_current_stream", lambda table: None)
+    u = unify(torch.ones(10, 4))
+    table = u._table.device_table(GPU)
     for _ in range(2):
-        _registration.keep_for_graph(memory)
-    del memory
+        with table.alias_access(u.detach()):
+            pass
+    del u, table
     gc.collect()
     assert [call[0] for call in runtime.calls] == ["register"]
-    assert len(_registration._captured) == 1
-    _registration._captured.clear()
+    assert len(_registration.captured) == 1
+    _registration.captured.clear()
     gc.collect()
     assert runtime.calls[-1][0] == "unregister"
 
 
 def test_a_forked_child_unregisters_nothing(runtime, monkeypatch):
     memory = TableMemory(PAGE)
-    registration = _registration.register(memory, GPU)
-    registration.reads.record(runtime.Stream(name="parent's"))
+    use = use_of(memory)
+    assert use.register(GPU)
+    use.reads.record(runtime.Stream(name="parent's"))
     with monkeypatch.context() as patch:
         patch.setattr(_registration.os, "getpid", lambda: -1)
-        registration.reads.wait()
-        del memory
+        use.reads.wait()
+        del memory, use
         gc.collect()
     assert [call[0] for call in runtime.calls] == ["register"]
 
 
 def test_at_the_interpreters_end_nothing_is_unregistered(runtime):
     memory = TableMemory(PAGE)
-    registration = _registration.register(memory, GPU)
-    assert registration is not None
+    assert use_of(memory).register(GPU)
     finalizers = [each for each in registration_finalizers(memory) if not each.atexit]
     assert len(finalizers) == 1
 
@@ -170,9 +165,10 @@ def test_a_stream_comes_after_what_others_have_launched(runtime):
 
 def test_the_cpu_waits_for_those_that_it_would_disturb(runtime):
     u, index = unify(torch.zeros(10, 4)), torch.tensor([1, 2])
-    registration = u._table.use.register(GPU)
-    registration.reads.record(runtime.Stream(name="reader"))
-    registration.writes.record(runtime.Stream(name="writer"))
+    use = u._table.use
+    assert use.register(GPU)
+    use.reads.record(runtime.Stream(name="reader"))
+    use.writes.record(runtime.Stream(name="writer"))
     after_reader, after_writer = ("wait", ("reader", 1)), ("wait", ("writer", 1))
     reads = (lambda: u[index], lambda: u.cpu(), lambda: pickle.dumps(u))
     writes = (
@@ -190,7 +186,7 @@ def test_an_alias_without_an_owner_keeps_the_memory(runtime):
     memory = TableMemory(2 * PAGE)
     content = memory.tensor((2 * PAGE,), torch.uint8)
     content.copy_(torch.randint(0, 256, (2 * PAGE,), dtype=torch.uint8))
-    _registration.register(memory, GPU)
+    assert use_of(memory).register(GPU)
     alias = _registration.make_alias(memory, torch.device("cpu"))
     assert alias.data_ptr() == memory.address and torch.equal(alias, content)
     view = alias.view(torch.bfloat16).view(64, -1)[3:]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from penstock.unified.device._staging import Staging
+from penstock.unified.device.table import Staging
 
 CPU = torch.device("cpu")
 

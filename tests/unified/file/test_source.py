@@ -257,7 +257,7 @@ def test_a_budget_for_rows_is_all_that_is_taken(path):
 
 def test_a_table_that_is_saved_is_not_kept(path, table, monkeypatch):
     """Each row is read once."""
-    monkeypatch.setattr(file_table, "_COPY_BYTES", TABLE_BYTES // 16)
+    monkeypatch.setattr(file_table, "_BLOCK_BYTES", TABLE_BYTES // 16)
     made = []
     monkeypatch.setattr(_source.RowSource, "_make_copy", made.append)
     unify(path).save_rows(path.with_name("y"))

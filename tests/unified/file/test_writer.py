@@ -24,7 +24,7 @@ from penstock.unified.file import _journal
 from penstock.unified.file import writer as file_writer
 from penstock.unified.file._journal import forget_journal, recover
 from penstock.unified.file.layout import RowLayout, create, native_layout, open_layout
-from penstock.unified.file.writer import RowWriter, without_gradients, write_batch
+from penstock.unified.file.writer import table_file, without_gradients, write_batch
 
 ROWS = np.arange(0, 200, 2)
 NAMES = ("table", "table.mean", "table.step")  # the first one leads
@@ -34,6 +34,14 @@ NAMES = ("table", "table.mean", "table.step")  # the first one leads
 def folder(real_disk, tmp_path_factory) -> Path:
     """A directory on a real disk."""
     return tmp_path_factory.mktemp("tables")
+
+
+class RowWriter:
+    """A table that is written, and not read."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout, self.file = layout, table_file(layout)
+        self.file.open(layout)
 
 
 def content_of(layout: RowLayout, count: int, value: int) -> np.ndarray:

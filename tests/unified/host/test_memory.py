@@ -67,5 +67,5 @@ def test_memory_that_is_shared_still_asks_for_huge_pages():
     expected = torch.zeros(num_bytes, dtype=torch.uint8)
     expected[::4099] = 7
     assert torch.equal(content, expected)
-    other = TableMemory.attach(os.dup(memory.descriptor), num_bytes)
+    other = TableMemory(num_bytes, os.dup(memory.descriptor))
     assert torch.equal(other.tensor((num_bytes,), torch.uint8), expected)

@@ -210,7 +210,6 @@ def test_state_of_a_file_lies_beside_it_and_is_found_again(name, tmp_path):
     continuous = kind([whole], **options)
     for _ in range(3):
         steps_alike([table, whole], [kind([table], **options), continuous], 2)
-        table._table.close()
         table = unify(tmp_path / "x.npy", requires_grad=True)
     everything = torch.arange(40)
     assert torch.equal(table.detach()[everything], whole.detach()[everything])
@@ -254,7 +253,7 @@ def test_what_lies_beside_a_file_is_no_state_of_it(tmp_path):
 
 
 def test_a_first_value_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(_optimizer, "_FILL_BYTES", 64)
+    monkeypatch.setattr("penstock.unified.file.table._BLOCK_BYTES", 64)
     table = empty((50, 4), path=tmp_path / "table", requires_grad=True)
     table[torch.tensor([7])].sum().backward()
     optimizer = Adagrad([table], initial_accumulator_value=0.5)

@@ -17,10 +17,9 @@ from penstock.unified import UnifiedTensor, _devices, unify
 from penstock.unified._devices import resolve_device
 from penstock.unified.device import _registration
 from penstock.unified.device import table as device_table
-from penstock.unified.device._registration import Registration, StreamUses
+from penstock.unified.device._registration import MemoryUse
 from penstock.unified.overrides import _rows, rules
 from penstock.unified.overrides import gather as gather_module
-from penstock.unified.overrides.rules import RULES, rule_table
 
 META = torch.device("meta")
 
@@ -51,13 +50,7 @@ def meta_is_the_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(device_table, "_stream_module", lambda device: Streams)
 
-    def register(memory, device):
-        registration = Registration.__new__(Registration)
-        registration.reads, registration.writes = StreamUses(), StreamUses()
-        registration.exported = set()
-        return registration
-
-    monkeypatch.setattr(_registration, "register", register)
+    monkeypatch.setattr(MemoryUse, "register", lambda use, device: True)
     monkeypatch.setattr(
         _registration,
         "make_alias",
@@ -160,7 +153,7 @@ def test_a_gradient_as_large_as_the_table_is_refused(meta_is_the_gpu):
 
 
 def test_where_cuda_refused_the_memory_it_says_what_to_do(meta_is_the_gpu, monkeypatch):
-    monkeypatch.setattr(_registration, "register", lambda memory, device: None)
+    monkeypatch.setattr(MemoryUse, "register", lambda use, device: False)
     with pytest.raises(WholeTableError, match=r"CUDA refused .* gather rows, or allow more locked"):
         torch.mul(unify(torch.randn(50, 6)), x(6))
 
@@ -232,15 +225,3 @@ def test_empty_and_unify_take_a_device():
     u = unify(torch.ones(3, 2), device="cpu")
     assert u.output_device == torch.device("cpu")
     assert unify(u, device="cpu")._table is u._table
-
-
-# ---------------------------------------------------------------------------- rules
-
-
-def test_the_list_is_shown_as_it_is():
-    shown = rule_table().splitlines()
-    assert shown[:2] == ["| operation | result |", "|---|---|"]
-    assert len(shown) == len(RULES) + 3
-    for rule in RULES:
-        assert any(all(f"`{each}`" in line for each in rule.operations) for line in shown)
-        assert rule.result in rule_table()

@@ -33,11 +33,10 @@ logger = logging.getLogger(__name__)
 _MEMPOLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}  # get_mempolicy, set_mempolicy
 _DEFAULT, _PREFERRED = 0, 1  # MPOL_DEFAULT, MPOL_PREFERRED
 
-_lock = threading.RLock()  # a collection, and with it a table's end, may come while it is held
-_ranges: dict[int, int] = {}  # begin and end of what this process has registered
-_of_memory: weakref.WeakKeyDictionary[TableMemory, Registration | None]
-_of_memory = weakref.WeakKeyDictionary()
-_captured: list[TableMemory] = []
+_lock = threading.Lock()
+
+captured: set[TableMemory] = set()
+"""Memory of CUDA graphs, which may be replayed until the process ends."""
 
 
 class StreamUses:
@@ -66,74 +65,77 @@ class StreamUses:
                 event.synchronize()
 
 
-class Registration:
-    """A table's memory that the GPUs of this process can use.
+class MemoryUse:
+    """The uses of a memory by the GPUs of this process, shared by all tables over it.
 
     Attributes:
+        rows: All rows, as a tensor on the CPU.
+        memory: Memory that holds them.
+        is_registered: Whether GPUs can use the memory; None before one has asked.
         reads: Kernels that read the memory.
         writes: Kernels that write to it.
         exported: Devices with uses that are not recorded, through an alias.
+        device_tables: Tables of GPUs that keep some of the rows.
     """
 
-    def __init__(self, memory: TableMemory) -> None:
-        self.reads = StreamUses()
-        self.writes = StreamUses()
+    def __init__(self, rows: torch.Tensor, memory: TableMemory) -> None:
+        self.rows, self.memory = rows, memory
+        self.is_registered: bool | None = None
+        self.reads, self.writes = StreamUses(), StreamUses()
         self.exported: set[torch.device] = set()
+        self.device_tables: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def register(self, device: torch.device) -> bool:
+        """Make the memory usable by all GPUs, once; return whether it is.
+
+        The memory moves into shared memory first, as much for the driver, which pins shared pages
+        through a fork, as for processes that will get the table later. Where CUDA refuses, the
+        reason is logged, and no error stays behind.
+        """
+        with _lock:
+            if self.is_registered is None:
+                error = self._try_to_register(device)
+                if error:
+                    logger.info(
+                        "CUDA refused to register %s of host memory: %s. Rows are copied through "
+                        "buffers instead, more slowly. A higher locked-memory limit (ulimit -l) or "
+                        "memory limit of this container may help.",
+                        format_bytes(self.memory.num_bytes),
+                        error,
+                    )
+                self.is_registered = not error
+            return self.is_registered
+
+    def _try_to_register(self, device: torch.device) -> str:
+        """Register whole pages; returns the error, or an empty string."""
+        memory = self.memory
+        try:
+            with _prefer_node_of(device):
+                memory.share()
+        except CapacityError as refusal:
+            return f"it could not be moved into shared memory ({refusal})"
+        if not memory.num_bytes:
+            return ""
+        if code := try_pin(memory.address, round_up(memory.num_bytes, PAGE_BYTES), device):
+            return f"CUDA error {code}"
         # At the interpreter's end nothing is undone: kernels may still run then, other clean-ups
         # may still use the table, and the process's end gives everything back anyway.
         content = memory.tensor((memory.num_bytes,), torch.uint8)
-        weakref.finalize(
-            memory, _unregister, os.getpid(), content, self.reads, self.writes, self.exported
-        ).atexit = False
-
-
-def register(memory: TableMemory, device: torch.device) -> Registration | None:
-    """Make memory usable by all GPUs; at most once, then the same registration is returned.
-
-    The memory moves into shared memory first, as much for the driver, which pins shared pages
-    through a fork, as for processes that will get the table later.
-
-    Returns:
-        None where CUDA refuses; the reason is logged, once for each memory. No error stays behind.
-    """
-    with _lock:
-        if memory not in _of_memory:
-            try:
-                with _prefer_node_of(device):
-                    memory.share()
-                error = _register_range(memory.address, memory.num_bytes, device)
-            except CapacityError as refusal:
-                error = f"it could not be moved into shared memory ({refusal})"
-            if error:
-                logger.info(
-                    "CUDA refused to register %s of host memory: %s. Rows are copied through "
-                    "buffers instead, more slowly. A higher locked-memory limit (ulimit -l) or "
-                    "memory limit of this container may help.",
-                    format_bytes(memory.num_bytes),
-                    error,
-                )
-            _of_memory[memory] = None if error else Registration(memory)
-        return _of_memory[memory]
-
-
-def keep_for_graph(memory: TableMemory) -> None:
-    """Keep memory until the process ends, for a CUDA graph that may be replayed until then."""
-    if memory not in _captured:
-        _captured.append(memory)
-
-
-def _register_range(address: int, num_bytes: int, device: torch.device) -> str:
-    """Register whole pages; returns the error, or an empty string."""
-    if not num_bytes:
+        uses = self.reads, self.writes, self.exported
+        weakref.finalize(memory, _unregister, os.getpid(), content, *uses).atexit = False
         return ""
-    end = address + round_up(num_bytes, PAGE_BYTES)
-    for other, other_end in _ranges.items():
-        if address < other_end and other < end:
-            return "a part of it is registered already"
-    if code := try_pin(address, end - address, device):
-        return f"CUDA error {code}"
-    _ranges[address] = end
-    return ""
+
+    def synchronize(self, *, to_write: bool = False) -> None:
+        """Wait until the CPU may read the memory, or write to it."""
+        self.writes.wait()
+        if to_write:
+            self.reads.wait()
+
+    def mark_written(self, index: torch.Tensor, before: int) -> None:
+        """Count a write of rows, before which the version of the memory was `before`."""
+        torch.autograd.graph.increment_version(self.rows)
+        for table in list(self.device_tables):
+            table.refresh(index, before, self.rows._version)
 
 
 def _unregister(
@@ -144,16 +146,13 @@ def _unregister(
     exported: set[torch.device],
 ) -> None:
     """Unregister the memory of a table that is gone; `content` keeps it mapped until then."""
-    address = content.data_ptr()
-    if process != os.getpid() or address not in _ranges:
+    if process != os.getpid():
         return
     reads.wait()
     writes.wait()
     for device in exported:
         torch.cuda.synchronize(device)
-    with _lock:
-        del _ranges[address]
-        unpin(address)
+    unpin(content.data_ptr())
 
 
 # ----------------------------------------------------------------------- aliases

@@ -55,7 +55,8 @@ def read_rows(
         places: On the GPU, int64 of shape (n,); below zero passes over the row. None: 0 to n - 1.
         negative: Whether indices below zero count from the end.
         first_wrong: On the GPU, int64 of shape (); it becomes the smallest place whose index is out
-            of range, if it was larger, and such a row becomes zeroes. With None, indices below
+            of range, if it was larger, and such a row becomes zeroes; not of rows without bytes.
+            With None, indices below
             zero are passed over and larger ones must not occur.
         max_programs: Programs that may run at a time; 0 is as many as the GPU can.
     """
@@ -151,8 +152,6 @@ def copy_rows(
     num_places = len(index) if index is not None else min(len(source), len(target))
     row_bytes = _row_bytes(source)
     if not num_places or not row_bytes:
-        if num_places and first_wrong is not None:
-            _find_wrong_index(source_index, target_index, first_wrong, len(source), negative)
         return
     host = source if host_is_source else target
     tile = _make_tile(row_bytes, host.data_ptr(), source.data_ptr(), target.data_ptr())
@@ -183,11 +182,6 @@ def copy_rows(
         )
 
 
-@copy_rows.register_fake
-def _(*arguments: Any) -> None:
-    return None
-
-
 @torch.library.custom_op("penstock::add_rows", mutates_args=("table",))
 def add_sorted_rows(
     table: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, source: torch.Tensor
@@ -210,11 +204,6 @@ def add_sorted_rows(
             COLUMNS=min(1024, _next_power_of_two(row_length)),
             num_warps=_NUM_WARPS,
         )
-
-
-@add_sorted_rows.register_fake
-def _(*arguments: Any) -> None:
-    return None
 
 
 # ----------------------------------------------------------------------- tiles
@@ -304,20 +293,3 @@ def _choose_grid(device: torch.device, most: int, cap: int) -> tuple[int]:
 def _use_device(device: torch.device) -> Any:
     """Make a GPU current: Triton launches there, whatever its arguments are on."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _find_wrong_index(
-    index: torch.Tensor | None,
-    places: torch.Tensor | None,
-    first_wrong: torch.Tensor,
-    num_rows: int,
-    negative: bool,
-) -> None:
-    """Check indices as the kernel does, for rows without bytes or a table without rows."""
-    if index is None:
-        return
-    rows = torch.where(index < 0, index + num_rows, index) if negative else index
-    if places is None:
-        places = torch.arange(len(index), device=index.device)
-    wrong = ((rows < 0) | (rows >= num_rows)) & (places >= 0)
-    first_wrong.copy_(torch.where(wrong, places, first_wrong).amin().minimum(first_wrong))

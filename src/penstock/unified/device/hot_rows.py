@@ -54,14 +54,6 @@ class HotRows:
             )
         self.scores = scores
 
-    def check(self, num_rows: int) -> None:
-        """Raise ValueError unless the scores are those of a table of `num_rows`."""
-        if self.scores is not None and len(self.scores) != num_rows:
-            raise ValueError(
-                f"scores: expected one for each of the table's {num_rows} rows, got "
-                f"{len(self.scores)}"
-            )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lookup:
@@ -194,8 +186,7 @@ class RowCache:
         is_kept = slots >= 0
         # Of the rows that are not kept only one is fetched, over and over, into the last place.
         index = torch.where(is_kept, index, index[0])
-        changed = torch.empty_like(self.rows[:1]).expand(len(index), *self.rows.shape[1:])
-        changed = changed.contiguous()
+        changed = self.rows.new_empty((len(index), *self.rows.shape[1:]))
         fetch(index, changed)
         self.rows[torch.where(is_kept, slots, self.capacity)] = changed
 

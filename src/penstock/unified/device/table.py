@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,43 +21,18 @@ import torch
 from penstock.unified._devices import GPU, gather_threads, in_forked_child
 from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified.device import _registration
-from penstock.unified.device._registration import Registration, StreamUses
-from penstock.unified.device._staging import ReadRows, staging
+from penstock.unified.device._registration import MemoryUse, StreamUses
 from penstock.unified.device.hot_rows import HotRows, Lookup, RowCache
-from penstock.unified.host.memory import TableMemory
+
+logger = logging.getLogger(__name__)
 
 # Programs of an asynchronous gather: each has about 8 KiB in flight, so these fill PCIe 5 several
 # times over, and leave most of a GPU's threads to the model. Not yet tuned on a device.
 _ASYNC_PROGRAMS = 64
+_BUFFER_BYTES = 8 * 2**20  # copied in one piece: long enough for a link's full speed
 
-
-class MemoryUse:
-    """The uses of a memory on all devices, shared by all tables over it."""
-
-    def __init__(self, rows: torch.Tensor, memory: TableMemory) -> None:
-        self.rows = rows
-        self.memory = memory
-        self.registration: Registration | None = None
-        self.device_tables: weakref.WeakSet[DeviceTable] = weakref.WeakSet()
-
-    def register(self, device: torch.device) -> Registration | None:
-        """Register the memory; see `_registration.register`."""
-        self.registration = _registration.register(self.memory, device)
-        return self.registration
-
-    def synchronize(self, *, to_write: bool = False) -> None:
-        """Wait until the CPU may read the memory, or write to it."""
-        registration = self.registration
-        if registration is not None:
-            registration.writes.wait()
-            if to_write:
-                registration.reads.wait()
-
-    def mark_written(self, index: torch.Tensor, before: int) -> None:
-        """Count a write of rows, before which the version of the memory was `before`."""
-        torch.autograd.graph.increment_version(self.rows)
-        for table in list(self.device_tables):
-            table.refresh(index, before, self.rows._version)
+ReadRows = Callable[[torch.Tensor, torch.Tensor], None]
+"""`read(index, out)`, both on the CPU, `out` contiguous."""
 
 
 class DeviceTable:
@@ -84,9 +59,9 @@ class DeviceTable:
         self._use = use
         self._lock = threading.RLock()
         self._staging = staging(device)
-        self._registration = None if use is None else use.register(device)
+        self._registered = use if use is not None and use.register(device) else None
         self._alias: torch.Tensor | None = None
-        self.method = "staged" if self._registration is None else "triton"
+        self.method = "staged" if self._registered is None else "triton"
         self._unchecked: list[IndexCheck] = []
         self._cache: RowCache | None = None
         self._cache_use = StreamUses()
@@ -151,7 +126,8 @@ class DeviceTable:
         num_rows = self._shape[0]
         given, index = index, as_index(index)
         out = out.view(index.numel(), *self._shape[1:])
-        if self.method == "staged" or index.device.type == "cpu":
+        is_empty = not num_rows or not out.numel()  # of which the kernels check no index
+        if self.method == "staged" or index.device.type == "cpu" or is_empty:
             index, negative = resolve_index(index.cpu(), num_rows, negative), False
         index = index.view(-1)
         first_wrong = None
@@ -177,13 +153,13 @@ class DeviceTable:
         max_programs: int = 0,
     ) -> None:
         """Read rows from the table's own memory or file, as `_rows.read_rows`."""
-        if self._registration is None:
+        use = self._registered
+        if use is None:
             self._staging.read_rows(self._read_on_host, index.cpu(), out)
             return
-        assert self._use is not None
-        with self._ordered_launch(self._registration.reads, after=(self._registration.writes,)):
+        with self._ordered_launch(use, use.reads, after=(use.writes,)):
             _device_rows().read_rows(
-                self._use.rows,
+                use.rows,
                 index.to(self._device, non_blocking=True),
                 out,
                 places=places,
@@ -221,7 +197,7 @@ class DeviceTable:
             cache.version = version
         cache.fill(self._fetch)
         found = cache.look_up(index)
-        if self._registration is None:
+        if self._registered is None:
             self._read_staged_misses(cache, found, out)
         else:
             _device_rows().read_rows(cache.rows, found.slots, out, places=found.order)
@@ -266,22 +242,23 @@ class DeviceTable:
         self, index: torch.Tensor, source: torch.Tensor, *, alpha: float | None, negative: bool
     ) -> None:
         """Write or add rows by the GPU; see `Table`. The memory must be registered."""
-        assert self._registration is not None and self._use is not None
+        use = self._registered
+        assert use is not None
         index, source = as_index(index).view(-1).to(self._device), source.to(self._device)
-        rows, use = self._use.rows, self._registration
-        with self._ordered_launch(use.writes, after=(use.reads, use.writes)):
+        with self._ordered_launch(use, use.writes, after=(use.reads, use.writes)):
             if alpha is None:
-                _device_rows().write_rows(rows, index, source, negative=negative)
+                _device_rows().write_rows(use.rows, index, source, negative=negative)
             else:
-                _device_rows().add_rows(rows, index, source, alpha=alpha, negative=negative)
+                _device_rows().add_rows(use.rows, index, source, alpha=alpha, negative=negative)
 
     @contextlib.contextmanager
-    def _ordered_launch(self, uses: StreamUses, *, after: tuple[StreamUses, ...]) -> Iterator[None]:
+    def _ordered_launch(
+        self, use: MemoryUse, uses: StreamUses, *, after: tuple[StreamUses, ...]
+    ) -> Iterator[None]:
         """Record the launches in this context as one of `uses`, after others on the device."""
-        assert self._use is not None
         stream = self._current_stream()
         if self._is_capturing():
-            _registration.keep_for_graph(self._use.memory)
+            _registration.captured.add(use.memory)
             yield
             return
         for each in after:
@@ -291,25 +268,24 @@ class DeviceTable:
 
     def alias(self) -> torch.Tensor | None:
         """Return the table as a tensor on the GPU over the same memory; None if not registered."""
-        if self._registration is None:
+        if self._registered is None:
             return None
         if self._alias is None:
-            assert self._use is not None
-            self._registration.exported.add(self._device)
-            content = _registration.make_alias(self._use.memory, self._device)
+            self._registered.exported.add(self._device)
+            content = _registration.make_alias(self._registered.memory, self._device)
             self._alias = content.view(self._dtype).view(self._shape)
         return self._alias
 
     @contextlib.contextmanager
     def alias_access(self, alias: torch.Tensor) -> Iterator[None]:
         """Order launches in this context that read the alias, or write to it."""
-        assert self._registration is not None and self._use is not None
-        use, version = self._registration, alias._version
-        with self._ordered_launch(use.reads, after=(use.reads, use.writes)):
+        use, version = self._registered, alias._version
+        assert use is not None
+        with self._ordered_launch(use, use.reads, after=(use.reads, use.writes)):
             yield
         if alias._version != version:
             use.writes.record(self._current_stream())
-            torch.autograd.graph.increment_version(self._use.rows)
+            torch.autograd.graph.increment_version(use.rows)
 
     # ------------------------------------------------------------------ checks
 
@@ -401,6 +377,71 @@ class PendingDeviceRows:
             self._is_remembered = True
             self._table.defer_check(check)
         return rows
+
+
+class Staging:
+    """Two buffers of pinned memory for copies to one device; thread-safe.
+
+    Used by tables that CUDA cannot read where they lie: those in files, and those in memory that it
+    refused to register. While one buffer is on its way the other is filled.
+    """
+
+    def __init__(self, device: torch.device, *, buffer_bytes: int = _BUFFER_BYTES) -> None:
+        self._device = device
+        self._buffer_bytes = buffer_bytes
+        self._lock = threading.Lock()
+        self._buffers: list[torch.Tensor] = []
+        self._copied: list[Any] = [None, None]  # an event for each: its copy has ended
+        self._turn = 0
+
+    def read_rows(self, read: ReadRows, index: torch.Tensor, out: torch.Tensor) -> None:
+        """Read rows: `out[i] = table[index[i]]`; copies are launched on the current stream.
+
+        `index` has shape (n,), on the CPU; `out` has shape (n, *row), on the device, contiguous.
+        """
+        row_bytes = out.numel() // max(1, len(out)) * out.element_size()
+        if not row_bytes:
+            read(index, torch.empty(out.shape, dtype=out.dtype))  # for its check of `index`
+            return
+        with self._lock:
+            num_rows = max(1, self._buffer_bytes // row_bytes)
+            for start in range(0, len(index), num_rows):
+                part = index[start : start + num_rows]
+                self._read_part(read, part, out[start : start + num_rows], row_bytes)
+
+    def _read_part(
+        self, read: ReadRows, index: torch.Tensor, out: torch.Tensor, row_bytes: int
+    ) -> None:
+        self._turn = 1 - self._turn
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].synchronize()
+        num_bytes = len(index) * row_bytes
+        if not self._buffers or self._buffers[self._turn].numel() < num_bytes:
+            self._allocate(max(self._buffer_bytes, row_bytes))
+        rows = self._buffers[self._turn][:num_bytes].view(out.dtype).view(out.shape)
+        read(index, rows)
+        out.copy_(rows, non_blocking=True)
+        stream = _stream_module(self._device).current_stream(self._device)
+        self._copied[self._turn] = stream.record_event()
+
+    def _allocate(self, num_bytes: int) -> None:
+        for event in self._copied:
+            if event is not None:
+                event.synchronize()
+        pinned = self._device.type == GPU
+        try:
+            self._buffers = [
+                torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+            ]
+        except RuntimeError as error:
+            logger.info("buffers for copies to %s are not pinned: %s", self._device, error)
+            self._buffers = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
+
+
+@functools.cache
+def staging(device: torch.device) -> Staging:
+    """Return the buffers that all tables share for their copies to one device."""
+    return Staging(device)
 
 
 def _device_rows() -> Any:

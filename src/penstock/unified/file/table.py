@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +23,6 @@ from penstock.unified.file._source import RowSource
 from penstock.unified.file.layout import RowLayout, create, open_layout, store_error
 from penstock.unified.file.writer import (
     TICK_NANOSECONDS,
-    RowWriter,
     change_lock,
     table_file,
     without_gradients,
@@ -29,7 +30,7 @@ from penstock.unified.file.writer import (
 )
 from penstock.unified.host.table import HostTable, add_rows, write_rows
 
-_COPY_BYTES = 64 * 2**20  # of a table, written to another file at a time
+_BLOCK_BYTES = 64 * 2**20  # of a new file, written at a time
 
 
 class FileTable(Table):
@@ -80,12 +81,7 @@ class FileTable(Table):
         self.count_batch(index, out.numel() * out.element_size())
 
     def write_rows(
-        self,
-        index: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        alpha: float | None = None,
-        negative: bool,
+        self, index: torch.Tensor, source: torch.Tensor, *, alpha: float | None, negative: bool
     ) -> None:
         """Write or add rows; see `Table`."""
         index, source = index.cpu(), source.cpu()
@@ -103,11 +99,6 @@ class FileTable(Table):
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return False: the table has no memory."""
         return False
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.watchers.discard(self)
-        self._reader.close()
 
     def _read(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool = False) -> None:
         while True:
@@ -183,7 +174,7 @@ def write_tables(parts: Sequence[tuple[FileTable, torch.Tensor, torch.Tensor]]) 
         with table.file.lock:
             table._check_file()
         flat = content.reshape(len(rows), -1).view(torch.uint8) if content.numel() else content
-        batch.append((RowWriter(table.layout), rows.numpy(), flat.numpy()))
+        batch.append((table, rows.numpy(), flat.numpy()))
     try:
         write_batch(batch)
     except BaseException:
@@ -205,39 +196,47 @@ def create_table(
     return create(path, shape, dtype)
 
 
-@without_gradients
-def copy_to_file(table: HostTable | FileTable, path: str | os.PathLike[str]) -> FileTable:
-    """Copy all rows to a new file, a block at a time; no step changes the table meanwhile.
+def write_file(
+    path: str | os.PathLike[str],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    read_rows: Callable[[torch.Tensor, torch.Tensor], Any],
+) -> RowLayout:
+    """Make a file of the rows that `read_rows(index, out)` gives, a block at a time.
 
     Raises:
         StoreError: The file exists, or has no room; nothing is left of it.
     """
+    layout = create_table(path, shape, dtype)
+    num_rows = max(1, _BLOCK_BYTES // max(1, layout.row_bytes))
+    file = open_file(layout.path, os.O_RDWR)
+    try:
+        for start in range(0, layout.num_rows, num_rows):
+            index = torch.arange(start, min(start + num_rows, layout.num_rows))
+            rows = torch.empty((len(index), *shape[1:]), dtype=dtype)
+            read_rows(index, rows)
+            if rows.numel():
+                content = rows.view(len(index), -1).view(torch.uint8).numpy()
+                write_places(file, layout, index.numpy(), content)
+        os.fsync(file)
+    except BaseException as error:
+        os.unlink(layout.path)
+        if isinstance(error, OSError):
+            problem = "could not be written"
+            raise store_error(error, layout.path, problem, StoreWriteError) from error
+        raise
+    finally:
+        os.close(file)
+    return layout
+
+
+@without_gradients
+def copy_to_file(table: HostTable | FileTable, path: str | os.PathLike[str]) -> FileTable:
+    """Copy all rows to a new file, as `write_file`; no step changes the table meanwhile."""
     source: Table = table
     if isinstance(table, FileTable):  # rows that are read once are not worth a copy in memory
         source = FileTable(table.source, may_copy=False)
+    read_rows = functools.partial(source.read_rows, negative=False)
     with change_lock():
-        layout = create_table(path, table.shape, table.dtype)
-        file = open_file(layout.path, os.O_RDWR)
-        try:
-            _copy_rows(source, file, layout)
-            os.fsync(file)
-        except BaseException as error:
-            os.unlink(layout.path)
-            if isinstance(error, OSError):
-                problem = "could not be written"
-                raise store_error(error, layout.path, problem, StoreWriteError) from error
-            raise
-        finally:
-            os.close(file)
+        layout = write_file(path, table.shape, table.dtype, read_rows)
     return FileTable(os.path.realpath(layout.path), device=table.device)
-
-
-def _copy_rows(source: Table, file: int, layout: RowLayout) -> None:
-    num_rows = max(1, _COPY_BYTES // max(1, layout.row_bytes))
-    for start in range(0, layout.num_rows, num_rows):
-        index = torch.arange(start, min(start + num_rows, layout.num_rows))
-        rows = torch.empty((len(index), *source.shape[1:]), dtype=source.dtype)
-        source.read_rows(index, rows, negative=False)
-        if rows.numel():
-            content = rows.view(len(index), -1).view(torch.uint8).numpy()
-            write_places(file, layout, index.numpy(), content)

@@ -79,7 +79,7 @@ class TableFile:
             have been since.
     """
 
-    def __init__(self, file_id: FileId | None) -> None:
+    def __init__(self, file_id: FileId) -> None:
         self.file_id = file_id
         self.lock = threading.RLock()
         self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -119,11 +119,10 @@ class TableFile:
                 os.close(fd)
                 raise
             self._path, self._fd, self._last_written = layout.path, fd, None
-            if self.file_id is not None:
-                _open_writers[self.file_id] = None
+            _open_writers[self.file_id] = None
 
     def _lock_and_recover(self, fd: int, layout: RowLayout) -> None:
-        if layout.file_id not in (None, file_id(fd)):  # not the file whose header was read
+        if self.file_id != file_id(fd):  # not the file whose header was read
             raise replaced_error(layout.path)
         if not try_lock(fd):
             writer = "the parent of this process" if self._parent_was_writer else "another process"
@@ -174,8 +173,8 @@ class TableFile:
         """Write a batch whose first part is of this file; none of its rows is read meanwhile."""
         self._is_in_journal = False
         self._batch = batch
-        for writer, _, _ in batch:
-            writer.file._pending = self
+        for table, _, _ in batch:
+            table.file._pending = self
         with self._translate_errors():
             try:
                 self._write_journal()
@@ -192,34 +191,34 @@ class TableFile:
         """
         with self._translate_errors():
             if self._is_in_journal:
-                for writer, rows, content in self._batch:
-                    file, layout = writer.file, writer.layout
+                for table, rows, content in self._batch:
+                    file, layout = table.file, table.layout
                     with file.lock:
                         write_places(file._fd, layout, rows, content)
                         file.modified = os.fstat(file._fd).st_mtime_ns
                         for watcher in list(file.watchers):
                             watcher.update_rows(layout, rows, content)
-                for writer, _, _ in self._batch:
-                    os.fdatasync(writer.file._fd)
+                for table, _, _ in self._batch:
+                    os.fdatasync(table.file._fd)
             with suppress(FileNotFoundError):
                 os.unlink(self._path + SUFFIX)
         self._end_batch()
 
     def _end_batch(self) -> None:
-        for writer, _, _ in self._batch:
-            writer.file._pending = None
+        for table, _, _ in self._batch:
+            table.file._pending = None
         self._batch = []
 
     def _write_journal(self) -> None:
         changes = [
-            Change(writer.layout, rows, content, read_places(writer.file._fd, writer.layout, rows))
-            for writer, rows, content in self._batch
+            Change(table.layout, rows, content, read_places(table.file._fd, table.layout, rows))
+            for table, rows, content in self._batch
         ]
         path, mode = self._path + SUFFIX, os.fstat(self._fd).st_mode
         try:
             write_journal(path, changes, mode)
         except FileExistsError:  # of a file that had this name before
-            held = frozenset(os.fstat(writer.file._fd).st_ino for writer, _, _ in self._batch)
+            held = frozenset(os.fstat(table.file._fd).st_ino for table, _, _ in self._batch)
             recover(changes[0].layout, held=held)
             write_journal(path, changes, mode)
 
@@ -257,26 +256,13 @@ class TableFile:
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)
-            if self.file_id is not None:
-                _open_writers.pop(self.file_id, None)
+            _open_writers.pop(self.file_id, None)
 
 
-class RowWriter:
-    """A writer of one table's rows; thread-safe. Only one process may write to a file at a time.
-
-    Raises:
-        StoreUnavailableError: Another process writes to the file.
-    """
-
-    def __init__(self, layout: RowLayout) -> None:
-        self.layout = layout
-        self.file = table_file(layout)
-        self.file.open(layout)
-
-
-Part = tuple[RowWriter, np.ndarray, np.ndarray]
-"""A writer, row numbers (int64, rising, none of them twice, all of them in the table), and their
-bytes (uint8 of shape (len(rows), row_bytes), contiguous)."""
+Part = tuple[Any, np.ndarray, np.ndarray]
+"""A table with its `layout` and its `file` (a `TableFile`), row numbers (int64, rising, none of
+them twice, all of them in the table), and their bytes (uint8 of shape (len(rows), row_bytes),
+contiguous)."""
 
 
 def write_batch(parts: Sequence[Part]) -> None:
@@ -285,22 +271,23 @@ def write_batch(parts: Sequence[Part]) -> None:
     Raises:
         StoreFullError: The journal does not fit on the disk; the tables are as they were.
         StoreWriteError: The rows could not be written; opening the first table again writes them.
-        StoreUnavailableError: The files are not all in one directory, or were replaced.
+        StoreUnavailableError: The files are not all in one directory, were replaced, or are being
+            written by another process.
     """
-    files = [writer.file for writer, _, _ in parts]
-    parts = [part for part in parts if part[2].size]
+    files = [table.file for table, _, _ in parts]
     with _change_lock:
         try:
-            for writer, _, _ in parts:
-                writer.file.open(writer.layout)
-                writer.file.finish()  # what has failed before
-                path, leader = writer.layout.path, parts[0][0].layout.path
+            for table, _, _ in parts:
+                table.file.open(table.layout)
+                table.file.finish()  # what has failed before
+                path, leader = table.layout.path, parts[0][0].layout.path
                 if os.path.dirname(path) != os.path.dirname(leader):
                     raise StoreUnavailableError(
                         f"{path} lies in another directory than {leader}, so a journal of both "
                         "would not be found: an optimizer's state must lie beside its table",
                         path=path,
                     )
+            parts = [part for part in parts if part[2].size]
             if parts:
                 parts[0][0].file._write(parts)
         finally:
@@ -310,7 +297,7 @@ def write_batch(parts: Sequence[Part]) -> None:
 def _release_oldest(latest: list[TableFile]) -> None:
     """Close files that have not been written for the longest time, where too many are open."""
     for file in latest:
-        if file.file_id is not None and file.is_writer:
+        if file.is_writer:
             _open_writers[file.file_id] = _open_writers.pop(file.file_id, None)
     for each in list(_open_writers)[:-MAX_WRITERS]:
         file = _files.get(each)
@@ -320,12 +307,11 @@ def _release_oldest(latest: list[TableFile]) -> None:
 
 def table_file(layout: RowLayout) -> TableFile:
     """Return the object of a file in this process, under any of its names."""
-    if layout.file_id is None:
-        return TableFile(None)
+    identity = layout.file_id or file_id(layout.path)
     with _lock:
-        found = _files.get(layout.file_id)
+        found = _files.get(identity)
         if found is None:
-            found = _files[layout.file_id] = TableFile(layout.file_id)
+            found = _files[identity] = TableFile(identity)
         return found
 
 

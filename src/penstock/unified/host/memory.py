@@ -50,45 +50,24 @@ class TableMemory:
             Else None.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        """Make private memory.
+    def __init__(self, num_bytes: int, descriptor: int | None = None) -> None:
+        """Make private memory, or map what another process has shared; closes `descriptor` then.
 
         Raises:
             CapacityError: There is not that much.
         """
-        if num_bytes > available_ram():
-            raise _capacity_error(num_bytes, f"{format_bytes(available_ram())} are available")
-        try:
-            mapping = map_anonymous(_round_to_pages(num_bytes) + HUGE_PAGE_BYTES, private=True)
-        except OSError as error:  # a limit of the process, or one of the machine on promises
-            raise _capacity_error(num_bytes, os.strerror(error.errno or 0)) from error
-        everything = torch.frombuffer(mapping, dtype=torch.uint8)
-        gap = -everything.data_ptr() % HUGE_PAGE_BYTES
-        self._adopt(everything[gap : gap + num_bytes], num_bytes, None)
-        # Where the kernel allows it.
-        advise(self.address, _round_to_pages(num_bytes), MADV_HUGEPAGE)
-
-    @classmethod
-    def attach(cls, descriptor: int, num_bytes: int) -> TableMemory:
-        """Return memory that another process has shared; it closes `descriptor` in the end."""
-        memory = cls.__new__(cls)
-        mapping = mmap.mmap(descriptor, _round_to_pages(num_bytes))
-        memory._adopt(
-            torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes], num_bytes, descriptor
-        )
-        return memory
-
-    def _adopt(self, content: torch.Tensor, num_bytes: int, descriptor: int | None) -> None:
-        self._content = content
+        self.num_bytes, self.descriptor = num_bytes, descriptor
         self._lock = threading.Lock()
-        self.num_bytes = num_bytes
-        self.address = content.data_ptr()
-        self.descriptor = descriptor
+        if descriptor is None:
+            self._content = _map_private(num_bytes)
+        else:
+            mapping = mmap.mmap(descriptor, _round_to_pages(num_bytes))
+            self._content = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
+        self.address = self._content.data_ptr()
 
     def __del__(self) -> None:
-        descriptor = getattr(self, "descriptor", None)
-        if descriptor is not None:
-            os.close(descriptor)  # the mapping lives on in the tensors over it
+        if self.descriptor is not None:
+            os.close(self.descriptor)  # the mapping lives on in the tensors over it
 
     def share(self) -> int:
         """Make the memory one that other processes can map; returns its descriptor.
@@ -171,6 +150,20 @@ class TableMemory:
             self._content[start : start + num_bytes : PAGE_BYTES].zero_()
         elif number:
             raise _capacity_error(self.num_bytes, os.strerror(number))
+
+
+def _map_private(num_bytes: int) -> torch.Tensor:
+    if num_bytes > available_ram():
+        raise _capacity_error(num_bytes, f"{format_bytes(available_ram())} are available")
+    length = _round_to_pages(num_bytes)
+    try:
+        mapping = map_anonymous(length + HUGE_PAGE_BYTES, private=True)
+    except OSError as error:  # a limit of the process, or one of the machine on promises
+        raise _capacity_error(num_bytes, os.strerror(error.errno or 0)) from error
+    everything = torch.frombuffer(mapping, dtype=torch.uint8)
+    gap = -everything.data_ptr() % HUGE_PAGE_BYTES
+    advise(everything.data_ptr() + gap, length, MADV_HUGEPAGE)  # where the kernel allows it
+    return everything[gap : gap + num_bytes]
 
 
 def _capacity_error(num_bytes: int, why: str) -> CapacityError:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.codegen import load_optional_library
+from penstock.codegen import THREADS, load_optional_library
 from penstock.unified._devices import gpu_of
 from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified._table import CPU, Counters, Table, UnifiedReport
@@ -23,8 +23,7 @@ from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import MemoryUse, ReadRows
 from penstock.unified.host.memory import TableMemory
 
-_HERE = Path(__file__).parent
-_SOURCES = [_HERE.parent / "threads.cpp", _HERE / "host_rows.cpp"]
+_SOURCES = [THREADS, Path(__file__).with_name("host_rows.cpp")]
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 _SINGLE_THREAD_BYTES = 64 * 1024  # fewer bytes are copied before a second thread is awake
 _STREAM_BYTES = 8 * 2**20  # results larger than this go past the caches
@@ -64,7 +63,7 @@ class HostTable(Table):
 
     def read_rows(self, index: torch.Tensor, out: torch.Tensor, *, negative: bool) -> None:
         """Read rows; see `Table`."""
-        if self.use.registration is not None:
+        if self.use.is_registered:
             self.use.synchronize()
         read_rows(self.rows, index, out, negative=negative)
         self.count_batch(index, out.numel() * out.element_size())
@@ -85,12 +84,7 @@ class HostTable(Table):
         self.use.mark_written(index, before)
 
     def write_rows(
-        self,
-        index: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        alpha: float | None = None,
-        negative: bool,
+        self, index: torch.Tensor, source: torch.Tensor, *, alpha: float | None, negative: bool
     ) -> None:
         """Write or add rows, on the GPU of an operand if that can; see `Table`."""
         before, device = self.rows._version, gpu_of(index, source)

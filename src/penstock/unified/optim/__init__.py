@@ -83,11 +83,9 @@ class SGD(RowOptimizer):
                 f"nesterov=True, momentum={momentum}, dampening={dampening}: nesterov needs a "
                 "momentum above 0, and no dampening"
             )
-        defaults = {
-            **{"lr": lr, "momentum": momentum, "dampening": dampening},
-            **{"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize},
-        }
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        options = {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
+        super().__init__(params, numbers | options)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
@@ -135,17 +133,12 @@ class Adagrad(RowOptimizer):
                 f"initial_accumulator_value={initial_accumulator_value}: expected a number that is "
                 "not negative"
             )
-        defaults = {
-            **{"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps},
-            **{"initial_accumulator_value": initial_accumulator_value, "maximize": maximize},
-        }
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        options = {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
+        super().__init__(params, numbers | options)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("sum",)
-
-    def _initial_value(self, group: dict[str, Any]) -> float:
-        return float(group["initial_accumulator_value"])
 
 
 class Adam(RowOptimizer):
@@ -189,11 +182,8 @@ class Adam(RowOptimizer):
     ) -> None:
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas}: expected two numbers from 0 to below 1")
-        defaults = {
-            **{"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            **{"amsgrad": amsgrad, "maximize": maximize},
-        }
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "amsgrad": amsgrad, "maximize": maximize})
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         names = ("exp_avg", "exp_avg_sq")

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from penstock.errors import StoreError
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._unify import empty, unify
 from penstock.unified.file.layout import split_source
-from penstock.unified.file.table import FileTable, HostTable, write_tables
+from penstock.unified.file.table import FileTable, HostTable, write_file, write_tables
 from penstock.unified.file.writer import change_lock, without_gradients
 from penstock.unified.optim._updates import RowGroups, RowStep, group_rows, state_dtype, update_rows
 
@@ -29,15 +29,10 @@ _STEP = "step"  # as torch's optimizers call it in their state
 _NUM_WITNESSES = 8
 _STEP_SHAPE = (1 + 2 * _NUM_WITNESSES,)
 _CPU = "cpu"  # on which steps are made, and so state is gathered
-_FILL_BYTES = 64 * 2**20  # of a new state in a file, written at a time
 
 
 class RowOptimizer(torch.optim.Optimizer, abc.ABC):
     """An optimizer of tables: each row that has a gradient is changed once, in place."""
-
-    def __init__(self, tables: Iterable[Any], defaults: dict[str, Any]) -> None:
-        _check_not_negative(defaults)
-        super().__init__(tables, defaults)
 
     @abc.abstractmethod
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -53,10 +48,6 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
             options[name] = float(options[name])
         return self._step_class(count=count, **options)
 
-    def _initial_value(self, group: dict[str, Any]) -> float:
-        """Return the number with which new state is filled."""
-        return 0.0
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add tables with options of their own; see `torch.optim.Optimizer.add_param_group`.
 
@@ -64,7 +55,10 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
             TypeError: One of them is no table of Penstock's.
             ValueError: An option makes no sense.
         """
-        _check_not_negative(param_group)
+        options = {**self.defaults, **param_group}
+        for name in ("lr", "weight_decay", "eps", "lr_decay", "momentum"):
+            if not float(options.get(name, 0)) >= 0:
+                raise ValueError(f"{name}={options[name]}: expected a number that is not negative")
         tables = param_group["params"]
         tables = [tables] if isinstance(tables, torch.Tensor) else list(tables)
         for entry in tables:
@@ -176,7 +170,8 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
     ) -> None:
         """Make state beside the table; that in files may be there from an earlier run."""
         state = self.state[table]
-        first, dtype = self._initial_value(group), state_dtype(table.dtype)
+        first = float(group.get("initial_accumulator_value", 0))
+        dtype = state_dtype(table.dtype)
         if isinstance(table._table, FileTable):
             file, key = split_source(table._table.source)
             prefix = f"{file}.{key}." if key else f"{file}."
@@ -322,19 +317,6 @@ def _open_state(
     unfinished = f"{path}.unfinished"
     if os.path.exists(unfinished):
         os.unlink(unfinished)
-    table = empty(shape, dtype, path=unfinished, device=_CPU)
-    row_bytes = max(1, table[:1].nbytes if len(table) > 1 else 1)
-    num_rows = max(1, _FILL_BYTES // row_bytes)
-    for start in range(0, shape[0], num_rows):
-        index = torch.arange(start, min(start + num_rows, shape[0]))
-        table[index] = torch.full((len(index), *shape[1:]), first, dtype=dtype)
-    assert isinstance(table._table, FileTable)
-    table._table.close()
+    write_file(unfinished, shape, dtype, lambda index, out: out.fill_(first))
     os.rename(unfinished, path)
     return unify(path, device=_CPU)
-
-
-def _check_not_negative(options: dict[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "eps", "lr_decay", "momentum"):
-        if not float(options.get(name, 0)) >= 0:
-            raise ValueError(f"{name}={options[name]}: expected a number that is not negative")

@@ -24,16 +24,15 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from penstock.codegen import load_optional_library
+from penstock.codegen import THREADS, load_optional_library
 from penstock.errors import CapacityError
 from penstock.unified._row_index import index_error, resolve_index
 
-_HERE = Path(__file__).parent
-_SOURCES = [_HERE.parent / "threads.cpp", _HERE / "row_updates.cpp"]
+_SOURCES = [THREADS, Path(__file__).with_name("row_updates.cpp")]
 # Without -fno-math-errno a square root is a call, not an instruction.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_MAX_STATES = 3
+_Update = ctypes.c_int64 * 16  # the struct of `row_updates.cpp`
 _SINGLE_THREAD_BYTES = 64 * 1024  # fewer bytes are updated before a second thread is awake
 
 
@@ -47,19 +46,6 @@ class RowGroups:
     """Place in `order` at which the positions of each row begin, and their end; int64 (n + 1,)."""
     order: torch.Tensor
     """Positions, rising within a row; int64."""
-
-
-class _Update(ctypes.Structure):
-    """The struct `PenstockUpdate` of `row_updates.cpp`."""
-
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("kind", "num_states", "maximize", "num_threads")),
-        *((name, ctypes.c_int64) for name in ("width", "num_groups", "num_positions")),
-        *((name, ctypes.c_void_p) for name in ("rows", "starts", "order", "gradients")),
-        ("gradient_stride", ctypes.c_int64),
-        ("table", ctypes.c_void_p),
-        ("states", ctypes.c_void_p * _MAX_STATES),
-    )
 
 
 def backend() -> str:
@@ -84,7 +70,8 @@ def group_rows(index: torch.Tensor, num_rows: int) -> RowGroups:
     """
     index = index.contiguous()
     library = _library()
-    if library is None:
+    bits = num_rows.bit_length() + len(index).bit_length()
+    if library is None or bits > 64:  # C++ sorts a row and a position as one number
         values, order = resolve_index(index, num_rows, negative=False).sort(stable=True)
         rows, counts = values.unique_consecutive(return_counts=True)
         starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
@@ -96,8 +83,6 @@ def group_rows(index: torch.Tensor, num_rows: int) -> RowGroups:
         *(index.data_ptr(), len(index), num_rows),
         *(rows.data_ptr(), starts.data_ptr(), order.data_ptr()),
     )
-    if count == torch.iinfo(torch.int64).min:
-        raise _memory_error()
     if count < 0:
         raise index_error(index, -1 - count, num_rows)
     return RowGroups(rows[:count], starts[: count + 1], order)
@@ -142,8 +127,8 @@ def update_rows(
     update = _make_struct(step, groups, gradients, tables, gathered)
     numbers = step.numbers()
     values = (ctypes.c_double * len(numbers))(*numbers)
-    if getattr(library, step.function)(ctypes.byref(update), values):
-        raise _memory_error()
+    if getattr(library, step.function)(update, values):
+        raise CapacityError("there is not enough memory to add up the gradients of a row")
 
 
 def _make_struct(
@@ -152,25 +137,24 @@ def _make_struct(
     gradients: torch.Tensor,
     tables: list[torch.Tensor],
     gathered: bool,
-) -> _Update:
+) -> ctypes.Array[ctypes.c_int64]:
     table, *states = tables
     width = table.shape[1]
     num_bytes = len(groups.rows) * width * table.element_size()
     return _Update(
-        kind=_KINDS[table.dtype],
-        num_states=len(states),
-        maximize=step.maximize,
-        num_threads=1 if num_bytes < _SINGLE_THREAD_BYTES else torch.get_num_threads(),
-        width=width,
-        num_groups=len(groups.rows),
-        num_positions=len(groups.order),
-        rows=None if gathered else groups.rows.data_ptr(),
-        starts=groups.starts.data_ptr(),
-        order=groups.order.data_ptr(),
-        gradients=gradients.data_ptr(),
-        gradient_stride=gradients.stride(0) * gradients.element_size(),
-        table=table.data_ptr(),
-        states=(ctypes.c_void_p * _MAX_STATES)(*(each.data_ptr() for each in states)),
+        _KINDS[table.dtype],
+        len(states),
+        step.maximize,
+        1 if num_bytes < _SINGLE_THREAD_BYTES else torch.get_num_threads(),
+        width,
+        len(groups.rows),
+        len(groups.order),
+        0 if gathered else groups.rows.data_ptr(),
+        groups.starts.data_ptr(),
+        groups.order.data_ptr(),
+        gradients.data_ptr(),
+        gradients.stride(0) * gradients.element_size(),
+        *(each.data_ptr() for each in tables),
     )
 
 
@@ -196,15 +180,11 @@ def _update_in_torch(
             each.index_copy_(0, groups.rows, content)
 
 
-def _memory_error() -> CapacityError:
-    return CapacityError("there is not enough memory to group the gradients of a step by row")
-
-
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    pointer, count, update = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Update)
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
     group = [pointer, count, count, pointer, pointer, pointer]
-    step = (ctypes.c_int32, [update, pointer])
+    step = (ctypes.c_int32, [pointer, pointer])
     return load_optional_library(
         "row_updates",
         _SOURCES,

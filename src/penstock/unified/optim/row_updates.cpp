@@ -213,18 +213,18 @@ struct Table {
   }
 };
 
-// The rows to update; `_updates.py` has the same struct.
-struct PenstockUpdate {
-  int32_t kind;          // of the rows and gradients; the states of narrow rows are float
-  int32_t num_states;
-  int32_t maximize;
-  int32_t num_threads;
+// The rows to update; `_updates.py` passes these numbers of 64 bits.
+struct Update {
+  int64_t kind;          // of the rows and gradients; the states of narrow rows are float
+  int64_t num_states;
+  int64_t maximize;
+  int64_t num_threads;
   int64_t width;         // elements of a row
   int64_t num_groups;
   int64_t num_positions;
   const int64_t* rows;   // of each group; null: group k is row k
   const int64_t* starts; // of each group in `order`, and their end
-  const int64_t* order;  // positions of gradients; null: as they are
+  const int64_t* order;  // positions of gradients
   const char* gradients;
   int64_t gradient_stride;  // bytes from one to the next
   char* table;
@@ -233,10 +233,10 @@ struct PenstockUpdate {
 
 // Adds up the gradients of a group, in their order. May return the place of the only one.
 template <class Stored, class Value>
-const Value* summed(const PenstockUpdate& update, int64_t group, Value* sum) {
+const Value* summed(const Update& update, int64_t group, Value* sum) {
   const auto gradient = [&](int64_t at) {
-    const int64_t position = update.order == nullptr ? at : update.order[at];
-    return reinterpret_cast<const Stored*>(update.gradients + position * update.gradient_stride);
+    return reinterpret_cast<const Stored*>(update.gradients +
+                                           update.order[at] * update.gradient_stride);
   };
   const int64_t begin = update.starts[group], end = update.starts[group + 1];
   const Stored* first = gradient(begin);
@@ -252,7 +252,7 @@ const Value* summed(const PenstockUpdate& update, int64_t group, Value* sum) {
 }
 
 template <class Stored, class Value, bool kMaximize, class Step>
-void run(const PenstockUpdate& update, const Step& step) {
+void run(const Update& update, const Step& step) {
   const Table table{update.table, update.width * static_cast<int64_t>(sizeof(Stored))};
   Table states[kNumStates];
   for (int number = 0; number < update.num_states; ++number) {
@@ -260,7 +260,7 @@ void run(const PenstockUpdate& update, const Step& step) {
   }
   const int64_t line_values = kLine / static_cast<int64_t>(sizeof(Value));
   const int64_t padded = (update.width + line_values - 1) / line_values * line_values + line_values;
-  const int num_threads = std::max(update.num_threads, 1);
+  const int num_threads = static_cast<int>(update.num_threads);
   std::vector<Value> scratch(static_cast<size_t>(2 * padded * num_threads));
   const int64_t bytes_of_all =
       table.row_bytes * 2 + update.num_states * (update.num_states ? states[0].row_bytes : 0);
@@ -273,9 +273,8 @@ void run(const PenstockUpdate& update, const Step& step) {
     const int64_t row = row_of(group);
     table.prefetch(row);
     for (int number = 0; number < update.num_states; ++number) states[number].prefetch(row);
-    const int64_t at = update.starts[group];
-    const char* gradient =
-        update.gradients + (update.order == nullptr ? at : update.order[at]) * update.gradient_stride;
+    const int64_t position = update.order[update.starts[group]];
+    const char* gradient = update.gradients + position * update.gradient_stride;
     for (int64_t byte = 0; byte < std::min(table.row_bytes, kMaxPrefetch); byte += kLine) {
       __builtin_prefetch(gradient + byte, 0, 1);
     }
@@ -312,7 +311,7 @@ void run(const PenstockUpdate& update, const Step& step) {
 }
 
 template <class Stored, class Value, template <class> class Step>
-void run(const PenstockUpdate& update, const double* numbers) {
+void run(const Update& update, const double* numbers) {
   const Step<Value> step{numbers};
   if (update.maximize) {
     run<Stored, Value, true>(update, step);
@@ -323,7 +322,7 @@ void run(const PenstockUpdate& update, const double* numbers) {
 
 // Returns 0, 1 if there is no memory, or 2 for a kind that this compiler does not have.
 template <template <class> class Step>
-int32_t run(const PenstockUpdate& update, const double* numbers) {
+int32_t run(const Update& update, const double* numbers) {
   if (update.num_groups == 0 || update.width == 0) return 0;
   try {
     switch (update.kind) {
@@ -348,8 +347,8 @@ int32_t penstock_has_half() { return PENSTOCK_HALF; }
 
 // Sorts the positions of `index` by row. Fills in the different rows (rising), where in `order` the
 // positions of each begin (and their end), and the positions. `rows` and `order` have room for all
-// indices, `starts` for one more. Returns how many rows there are, -1 - position for the first index
-// that is out of range, or INT64_MIN if there is no memory.
+// indices, `starts` for one more. Returns how many rows there are, or -1 - position for the first
+// index that is out of range. Together the bits of rows and of positions are 64 at most.
 int64_t penstock_group_rows(const int64_t* index, int64_t num_indices, int64_t num_rows,
                             int64_t* rows, int64_t* starts, int64_t* order) {
   bool rising = true;
@@ -360,10 +359,9 @@ int64_t penstock_group_rows(const int64_t* index, int64_t num_indices, int64_t n
   // A row and a position in one number, sorted in the memory of the result.
   const int row_bits = std::bit_width(static_cast<uint64_t>(std::max<int64_t>(num_rows - 1, 0)));
   const int position_bits = std::bit_width(static_cast<uint64_t>(num_indices));
-  const bool packed = row_bits + position_bits <= 64;
   if (rising) {
     for (int64_t at = 0; at < num_indices; ++at) order[at] = at;
-  } else if (packed) {
+  } else {
     uint64_t* keys = reinterpret_cast<uint64_t*>(rows);
     for (int64_t at = 0; at < num_indices; ++at) {
       keys[at] = static_cast<uint64_t>(index[at]) << position_bits | static_cast<uint64_t>(at);
@@ -372,14 +370,6 @@ int64_t penstock_group_rows(const int64_t* index, int64_t num_indices, int64_t n
                        row_bits);
     const uint64_t mask = (uint64_t{1} << position_bits) - 1;
     for (int64_t at = 0; at < num_indices; ++at) order[at] = static_cast<int64_t>(keys[at] & mask);
-  } else {
-    for (int64_t at = 0; at < num_indices; ++at) order[at] = at;
-    try {
-      std::stable_sort(order, order + num_indices,
-                       [&](int64_t a, int64_t b) { return index[a] < index[b]; });
-    } catch (const std::bad_alloc&) {
-      return INT64_MIN;
-    }
   }
   int64_t count = 0;
   for (int64_t at = 0; at < num_indices; ++at) {
@@ -394,15 +384,15 @@ int64_t penstock_group_rows(const int64_t* index, int64_t num_indices, int64_t n
 }
 
 // `numbers` are those of the step, in the order of its constructor.
-int32_t penstock_sgd(const PenstockUpdate* update, const double* numbers) {
+int32_t penstock_sgd(const Update* update, const double* numbers) {
   return run<Sgd>(*update, numbers);
 }
 
-int32_t penstock_adagrad(const PenstockUpdate* update, const double* numbers) {
+int32_t penstock_adagrad(const Update* update, const double* numbers) {
   return run<Adagrad>(*update, numbers);
 }
 
-int32_t penstock_adam(const PenstockUpdate* update, const double* numbers) {
+int32_t penstock_adam(const Update* update, const double* numbers) {
   return run<Adam>(*update, numbers);
 }
 

@@ -13,14 +13,7 @@ from penstock.unified.file.table import FileTable
 from penstock.unified.file.writer import change_lock
 from penstock.unified.overrides._rows import is_plain_write, is_readable_by_torch, write_rows
 from penstock.unified.overrides.gather import INTEGERS, gather
-from penstock.unified.overrides.registry import (
-    RULES,
-    Operation,
-    Rule,
-    implements,
-    run,
-    whole_table_error,
-)
+from penstock.unified.overrides.registry import Operation, implements, run, whole_table_error
 
 Rows = int | slice | torch.Tensor
 _VIEWS = (int, slice, tuple)  # keys whose results PyTorch makes as fast, or without a copy
@@ -28,11 +21,7 @@ _INDEX_DTYPES = INTEGERS - {torch.uint8}  # of which tensors are PyTorch's masks
 _WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 
-@implements(
-    torch.Tensor.__getitem__,
-    shown=("u[index]", "u[mask]", "u[list]"),
-    result="rows, copied by Penstock; sparse gradient",
-)
+@implements(torch.Tensor.__getitem__)
 def _getitem(func: Operation, table: Any, key: Any) -> Any:
     if not isinstance(table, UnifiedTensor):
         return run(func, table, key)
@@ -51,25 +40,10 @@ def _getitem(func: Operation, table: Any, key: Any) -> Any:
             return run(func, table, key)
         raise whole_table_error(table, "a slice of all rows", "gather those that are needed")
     found = gather(table, _row_numbers(len(table), rows), negative=True)
-    if isinstance(rows, int):
-        return found[0][rest] if rest else found[0]
-    return found[_skip_row_dimensions(rows, rest)] if rest else found
+    return found[_key_within(rows, rest)] if rest or isinstance(rows, int) else found
 
 
-RULES.append(
-    Rule(
-        ("u[5]", "u[2:7]", "u[index, 1:3]"),
-        "of a table in a file, or one that requires a gradient, parts of gathered rows; sparse "
-        "gradient. Else as on any tensor: the first two are views",
-    )
-)
-
-
-@implements(
-    torch.Tensor.__setitem__,
-    shown=("u[index] = rows",),
-    result="rows written in place; of several for one row the last one stays",
-)
+@implements(torch.Tensor.__setitem__)
 def _setitem(func: Operation, table: Any, key: Any, value: Any) -> None:
     chosen = _split_key(table.shape[0], key) if isinstance(table, UnifiedTensor) else None
     if isinstance(table, FileTensor) and chosen is not None:
@@ -102,10 +76,7 @@ def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: 
         content = torch.empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
         if rest:
             file.read_rows(index, content, negative=True)
-        if isinstance(rows, int):
-            content[0][rest or ...] = value
-        else:
-            content[_skip_row_dimensions(rows, rest)] = value
+        content[_key_within(rows, rest)] = value
         write_rows(table, index, content, negative=True)
 
 
@@ -204,6 +175,8 @@ def _row_numbers(num_rows: int, rows: Rows) -> torch.Tensor:
     return rows
 
 
-def _skip_row_dimensions(rows: Rows, rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key `rest` behind the dimensions of a slice or an index of rows."""
+def _key_within(rows: Rows, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the key of `rest` in gathered rows, behind the dimensions that `rows` has."""
+    if isinstance(rows, int):
+        return (0, *rest)
     return (slice(None),) * (rows.dim() if isinstance(rows, torch.Tensor) else 1) + rest

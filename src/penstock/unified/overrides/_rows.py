@@ -19,12 +19,7 @@ from penstock.unified.overrides.registry import Operation, implements, run
 _INDEX_SELECT: Operation = functions.index_select
 
 
-@implements(
-    _INDEX_SELECT,
-    torch.Tensor.index_select,
-    shown=("torch.index_select(u, 0, index)", "u.index_select(0, index)"),
-    result="rows, copied by Penstock; sparse gradient",
-)
+@implements(_INDEX_SELECT, torch.Tensor.index_select)
 def _index_select(
     func: Operation, input: Any, dim: int, index: Any, *, out: torch.Tensor | None = None
 ) -> Any:
@@ -35,22 +30,14 @@ def _index_select(
     return run(func, input, dim, index, **({} if out is None else {"out": out}))
 
 
-@implements(
-    torch.Tensor.index_copy_,
-    shown=("u.index_copy_(0, index, rows)",),
-    result="rows written in place; of several for one row the last one stays",
-)
+@implements(torch.Tensor.index_copy_)
 def _index_copy(func: Operation, input: Any, dim: int, index: Any, source: Any) -> Any:
     if _writes_whole_rows(input, dim, index, source):
         return write_rows(input, index, source, negative=False)
     return run(func, input, dim, index, source)
 
 
-@implements(
-    torch.Tensor.index_add_,
-    shown=("u.index_add_(0, index, rows)",),
-    result="rows added in place, in the order of `index`",
-)
+@implements(torch.Tensor.index_add_)
 def _index_add(
     func: Operation, input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1
 ) -> Any:
@@ -97,7 +84,7 @@ def write_rows(
     """Write rows of a table, and count its version; returns the table."""
     rows = _materialise(table, rows.reshape(index.numel(), *table.shape[1:]))
     check_index(index)
-    table._table.write_rows(index.reshape(-1), rows, negative=negative)
+    table._table.write_rows(index.reshape(-1), rows, alpha=None, negative=negative)
     return _count_version(table)
 
 
@@ -116,12 +103,7 @@ def _count_version(table: Any) -> Any:
 # ------------------------------------------------------------------------ embeddings
 
 
-@implements(
-    functional.embedding,
-    shown=("F.embedding(index, u)", "nn.Embedding.from_pretrained(u)"),
-    result="rows, copied by Penstock; sparse gradient, whatever `sparse` says; `max_norm` and "
-    "`scale_grad_by_freq` row by row",
-)
+@implements(functional.embedding)
 def _embedding(
     func: Operation,
     input: torch.Tensor,
@@ -169,12 +151,7 @@ def _scale_gradient(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return rows.view_as(rows)  # hooks of the user's see gradients that are not scaled
 
 
-@implements(
-    functional.embedding_bag,
-    shown=("F.embedding_bag(index, u)",),
-    result="of a table in a file, or one that requires a gradient: its rows are gathered, each "
-    "once; sparse gradient, whatever `sparse` says",
-)
+@implements(functional.embedding_bag)
 def _embedding_bag(
     func: Operation,
     input: torch.Tensor,

@@ -1,14 +1,13 @@
 """The registry of overrides, and the default for all other functions of PyTorch.
 
-`@implements(torch.Tensor.__getitem__)` registers what runs in place of a function, with the line
-that the documentation shows of it. A function without an override runs where its operands are: on
-the CPU, or, with an operand on a GPU, there, where an alias stands for the table.
+`@implements(torch.Tensor.__getitem__)` registers what runs in place of a function; docs/unified.md
+has a table of them. A function without an override runs where its operands are: on the CPU, or,
+with an operand on a GPU, there, where an alias stands for the table.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -42,20 +41,8 @@ def format_size(table: torch.Tensor) -> str:
     return format_bytes(table.numel() * table.element_size())
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """The result of some operations on a table."""
-
-    operations: tuple[str, ...]
-    """Operations as a user writes them, `u` being the table."""
-    result: str
-    """Their result, and the bytes that move."""
-
-
 OVERRIDES: dict[Operation, Operation] = {}
 """By function of PyTorch the function that runs instead; it gets PyTorch's as first argument."""
-RULES: list[Rule] = []
-"""All rules, in the order in which the documentation shows them."""
 
 # Functions that only ask for a table's properties, or set them: they do not wait for a GPU.
 _PROPERTIES = frozenset(
@@ -67,21 +54,11 @@ _PROPERTIES = frozenset(
 )
 
 
-def implements(
-    *functions: Operation, shown: tuple[str, ...] = (), result: str = ""
-) -> Callable[[Operation], Operation]:
-    """Register the decorated function for some functions of PyTorch.
-
-    Args:
-        functions: Functions of PyTorch.
-        shown: Operations that the documentation shows; none where another line has them.
-        result: Their result, for the documentation.
-    """
+def implements(*functions: Operation) -> Callable[[Operation], Operation]:
+    """Register the decorated function for some functions of PyTorch."""
 
     def register(override: Operation) -> Operation:
         OVERRIDES.update(dict.fromkeys(functions, override))
-        if shown:
-            RULES.append(Rule(shown, result))
         return override
 
     return register

@@ -15,26 +15,17 @@ from penstock.unified._tensor import FileTensor, UnifiedTensor, tensor_over
 from penstock.unified.file.table import FileTable
 from penstock.unified.host.table import HostTable
 from penstock.unified.overrides import _indexing, _rows  # noqa: F401 (registered)
-from penstock.unified.overrides.registry import (
-    RULES,
-    Operation,
-    Rule,
-    implements,
-    run,
-    whole_table_error,
-)
+from penstock.unified.overrides.registry import Operation, implements, run, whole_table_error
 
 _T = torch.Tensor
 
 
-@implements(
-    _T.detach, shown=("u.detach()",), result="another name for the same table, without gradient"
-)
+@implements(_T.detach)
 def _detach(func: Operation, table: Any) -> Any:
     return tensor_over(table._table) if isinstance(table, UnifiedTensor) else func(table)
 
 
-@implements(_T.cpu, shown=("u.cpu()",), result="a plain tensor over the same memory")
+@implements(_T.cpu)
 def _cpu(func: Operation, table: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if isinstance(table, FileTensor):
         raise whole_table_error(table, "cpu()", "gather rows of it")
@@ -42,22 +33,14 @@ def _cpu(func: Operation, table: Any, *args: Any, **kwargs: Any) -> torch.Tensor
     return table.view_as(table)
 
 
-@implements(
-    *(_T.numpy, _T.tolist, _T.__array__),
-    shown=("u.numpy()", "u.tolist()"),
-    result="of the same memory; WholeTableError if the table is in a file",
-)
+@implements(_T.numpy, _T.tolist, _T.__array__)
 def _to_python(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(table, FileTensor):
         raise whole_table_error(table, f"{func.__name__}()", "gather rows of it")
     return run(func, table, *args, **kwargs)
 
 
-@implements(
-    _T.copy_,
-    shown=("u.copy_(x)",),
-    result="as on any tensor; a table in a file takes only itself, else WholeTableError",
-)
+@implements(_T.copy_)
 def _copy(func: Operation, input: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(input, FileTensor) and isinstance(source, FileTensor):
         target, origin = input._table, source._table
@@ -67,11 +50,7 @@ def _copy(func: Operation, input: Any, source: Any, *args: Any, **kwargs: Any) -
     return run(func, input, source, *args, **kwargs)
 
 
-@implements(
-    _T.data.__set__,  # type: ignore[attr-defined]
-    shown=("u.data = x",),
-    result="TypeError; and `x.data = u` of a table in a file is a RuntimeError of PyTorch's",
-)
+@implements(_T.data.__set__)  # type: ignore[attr-defined]
 def _set_data(func: Operation, tensor: Any, data: Any) -> None:
     if isinstance(tensor, UnifiedTensor):
         if isinstance(data, UnifiedTensor) and data._table is tensor._table:
@@ -83,20 +62,12 @@ def _set_data(func: Operation, tensor: Any, data: Any) -> None:
     func(tensor, data)
 
 
-@implements(
-    *(_T.contiguous, _T.pin_memory),
-    shown=("u.contiguous()", "u.pin_memory()"),
-    result="u itself: it is that already",
-)
+@implements(_T.contiguous, _T.pin_memory)
 def _return_table(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     return table
 
 
-@implements(
-    _T.share_memory_,
-    shown=("u.share_memory_()",),
-    result="u itself, moved to where other processes see what is written",
-)
+@implements(_T.share_memory_)
 def _share_memory(func: Operation, table: Any) -> Any:
     if isinstance(table._table, HostTable):
         table._table.use.synchronize(to_write=True)
@@ -104,25 +75,17 @@ def _share_memory(func: Operation, table: Any) -> Any:
     return table
 
 
-@implements(_T.is_shared, shown=("u.is_shared()",), result="whether other processes see it")
+@implements(_T.is_shared)
 def _is_shared(func: Operation, table: Any) -> bool:
     return isinstance(table._table, FileTable) or table._table.memory.descriptor is not None
 
 
-@implements(
-    *(_T.clone, torch.clone),
-    shown=("u.clone()", "copy.deepcopy(u)"),
-    result="WholeTableError: it would copy the whole table",
-)
+@implements(_T.clone, torch.clone)
 def _clone(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     raise whole_table_error(table, f"{func.__name__}()", "gather rows, or unify(u.cpu())")
 
 
-@implements(
-    _T.to,
-    shown=("u.to(device)", "u.cuda()"),
-    result="u itself on the CPU or if its rows go to that device, else WholeTableError",
-)
+@implements(_T.to)
 def _to(func: Operation, table: Any, *args: Any, **kwargs: Any) -> Any:
     copies = kwargs.pop("copy", False)
     device, dtype, _, _ = parse_to(*args, **kwargs)
@@ -149,8 +112,6 @@ def _cuda(func: Operation, table: Any, device: Any = None, *args: Any, **kwargs:
 @implements(
     *(_T.new, _T.new_tensor, _T.new_empty, _T.new_empty_strided),
     *(_T.new_full, _T.new_ones, _T.new_zeros),
-    shown=("u.new(...)", "u.new_zeros(size)", "u.new_tensor(data)"),
-    result="a plain tensor of the table's dtype, where its rows go",
 )
 def _new(func: Operation, table: UnifiedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     # Tables in files have no memory to make it like.
@@ -158,20 +119,7 @@ def _new(func: Operation, table: UnifiedTensor, *args: Any, **kwargs: Any) -> to
     return func(like, *args, **kwargs)
 
 
-RULES.append(
-    Rule(
-        ("u + x", "u @ x", "torch.where(mask, u, x)", "u.scatter_(0, index, x)"),
-        "with `x` or another operand on a GPU, there, through an alias of the same memory; "
-        "WholeTableError if `u` needs a gradient or CUDA refused its memory",
-    )
-)
-
-
-@implements(
-    _T.type,
-    shown=("u.to(dtype)", "u.type(dtype)", "u.half()", "u.float()", "u.long()"),
-    result="WholeTableError if it would copy the whole table, else u itself",
-)
+@implements(_T.type)
 def _type(func: Operation, table: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(dtype, torch.dtype):  # a question, or the name of a legacy type
         return run(func, table, dtype, *args, **kwargs)
@@ -201,12 +149,3 @@ def _refuse_dtype(table: Any, dtype: torch.dtype | None) -> None:
         raise whole_table_error(
             table, f"converting it to {dtype}", "convert it before unify, or convert gathered rows"
         )
-
-
-def rule_table() -> str:
-    """Return the rules as a table in Markdown, as the documentation shows them."""
-    lines = ["| operation | result |", "|---|---|"]
-    for rule in RULES:
-        lines.append(f"| {', '.join(f'`{each}`' for each in rule.operations)} | {rule.result} |")
-    lines.append("| everything else | as on any tensor over the same memory |")
-    return "\n".join(lines)
