@@ -42,7 +42,7 @@ def simulation_row(
     target = np.maximum(int(capacity * 0.8), sequence.working_set)
     out, back = machine.links[Link.DEVICE_TO_HOST], machine.links[Link.HOST_TO_DEVICE]
     rates = (LinkRates(out.bytes_per_second, back.bytes_per_second),)
-    evicted, _ = sequence.evict(target)
+    evicted = sequence.evict(target)
     seconds, choosing = [], []
     for _ in range(_NUM_BATCHES):
         began = time.perf_counter()

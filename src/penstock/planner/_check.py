@@ -60,7 +60,7 @@ def check(graph: StepGraph, plan: Plan, *, bounds: bool = False) -> tuple[str, .
     _check_arena(parts, plan)
     _check_link_order(plan)
     Replay(parts, plan).run()
-    return check_statements(graph, parts, plan, bounds=bounds)
+    return _check_statements(graph, parts, plan, bounds=bounds)
 
 
 def _planned_graph(graph: StepGraph, plan: Plan) -> StepGraph:
@@ -136,25 +136,37 @@ def _check_value(graph: StepGraph, what: str, value: int, num_bytes: int) -> Non
 
 
 def _check_interval(graph: StepGraph, plan: Plan, what: str, interval: Placement | Copy) -> None:
-    """Check that an interval lies in the cycle; only persistent final values go beyond it."""
-    value, num_positions = interval.value, len(plan.order)
-    _check_value(graph, what, value, interval.num_bytes)
     shortest = 0 if _is_reused_at_once(graph, plan, interval) else 1
-    if not (
-        0 <= interval.start < num_positions
-        and interval.start + shortest <= interval.end <= interval.start + num_positions
-    ):
+    last = len(plan.order)
+    _check_cycle(graph, what, interval, last, last=last, shortest=shortest, rule="interval")
+
+
+def _check_cycle(
+    graph: StepGraph,
+    what: str,
+    record: Placement | Copy | Transfer,
+    num_positions: int,
+    *,
+    last: int,
+    shortest: int,
+    rule: str,
+) -> None:
+    """Check that a record lies in the cycle; only persistent final values go beyond `last`."""
+    value, start, end = record.value, record.start, record.end
+    _check_value(graph, what, value, record.num_bytes)
+    is_inside = 0 <= start < num_positions
+    if not (is_inside and start + shortest <= end <= start + num_positions):
         raise PlanError(
-            f"{what} (value {value}) goes from boundary {interval.start} to {interval.end}: it "
-            f"begins within the step, from 0 to {num_positions - 1}, and lasts from one boundary "
-            "to a whole step",
-            rule="interval",
+            f"{what} (value {value}) goes from boundary {start} to {end}: it begins within the "
+            f"step, from 0 to {num_positions - 1}, and lasts from {shortest} to {num_positions} "
+            "boundaries",
+            rule=rule,
         )
     storage = graph.storages[graph.storage_of_value[value]]
-    if interval.end > num_positions and not (storage.persistent and storage.final == value):
+    if end > last and not (storage.persistent and storage.final == value):
         raise PlanError(
             f"{what} (value {value}) goes on in the next step, which begins without this value",
-            rule="interval",
+            rule=rule,
         )
 
 
@@ -167,29 +179,10 @@ def _is_reused_at_once(graph: StepGraph, plan: Plan, interval: Placement | Copy)
 
 
 def _check_transfer(graph: StepGraph, plan: Plan, what: str, transfer: Transfer) -> None:
-    _check_value(graph, what, transfer.value, transfer.num_bytes)
     num_positions = len(plan.order)
     shortest = int(Tier.DEVICE not in (transfer.link.source, transfer.link.destination))
-    if not (
-        0 <= transfer.start < num_positions
-        and transfer.start + shortest <= transfer.end <= transfer.start + num_positions
-    ):
-        raise PlanError(
-            f"{what} (value {transfer.value}, {transfer.link.value}) has from boundary "
-            f"{transfer.start} to {transfer.end}: it begins within the step, from 0 to "
-            f"{num_positions - 1}, and has at least {shortest} and at most {num_positions} "
-            "boundaries",
-            rule="window",
-        )
-    storage = graph.storages[graph.storage_of_value[transfer.value]]
-    if transfer.end >= num_positions and not (
-        storage.persistent and storage.final == transfer.value
-    ):
-        raise PlanError(
-            f"{what} (value {transfer.value}) ends in the next step, which begins without this "
-            "value",
-            rule="window",
-        )
+    last = num_positions - 1
+    _check_cycle(graph, what, transfer, num_positions, last=last, shortest=shortest, rule="window")
     if transfer.link not in plan.machine.links:
         raise PlanError(
             f"{what} takes the link {transfer.link.value!r}, which the profile of machine "
@@ -240,19 +233,10 @@ def _check_link_order(plan: Plan) -> None:
             )
 
 
-def check_statements(
+def _check_statements(
     graph: StepGraph, parts: StepGraph, plan: Plan, *, bounds: bool
 ) -> tuple[str, ...]:
-    """Compare the statements of a plan with its graph, machine and budgets.
-
-    With `bounds` the linear programs of the bound are solved again.
-
-    Returns:
-        Names of statements that were not compared.
-
-    Raises:
-        PlanError: A statement is not so.
-    """
+    """Compare what a plan states with its graph, machine and budgets; return its claims."""
     simulated = simulate(graph, plan).step_seconds
     for name, stated, true in (
         ("step_seconds", plan.step_seconds, simulated),

@@ -123,12 +123,13 @@ class Replay:
 
     def _now(self, what: str) -> list[tuple[int, int]]:
         """Return indices of events that end at this boundary, with the step of each."""
-        here = getattr(self.events[self.position], what) if self.position in self.events else []
-        now = [(index, self.step) for index in here]
         later = self.position + self.num_positions
-        if later in self.events:
-            now += [(index, self.step - 1) for index in getattr(self.events[later], what)]
-        return now
+        return [
+            (index, step)
+            for boundary, step in ((self.position, self.step), (later, self.step - 1))
+            if boundary in self.events
+            for index in getattr(self.events[boundary], what)
+        ]
 
     def _cross_boundary(self) -> None:
         """Replay the events at this boundary, before its operator."""
@@ -146,7 +147,9 @@ class Replay:
         self._end_placements(begin)
         if self.position == 0:
             self._check_persistent()
-            self._place_inputs(begin)
+            for value, index in begin.placements_begin.items():
+                if self._is_input(0, value):
+                    self._place(self.plan.placements[index], writer=None, complete=True)
         for index in begin.transfers_begin:
             if not self._leaves(index):
                 self._begin_transfer(index)
@@ -243,9 +246,8 @@ class Replay:
             del self.blocks[place]
             self.held_bytes[copy.tier] -= copy.num_bytes
         for copy in goes_on.values():
-            if self.strict and VersionPlace(
-                copy.tier, self._version(copy.value, self.step)
-            ) not in (self.blocks):
+            place = VersionPlace(copy.tier, self._version(copy.value, self.step))
+            if self.strict and place not in self.blocks:
                 self._fail(
                     "steady_state",
                     f"the step begins with a copy of value {copy.value} on the {copy.tier} and "
@@ -344,11 +346,6 @@ class Replay:
                 f"at {block.start}",
             )
         block.last = self._now_boundary() + placement.end
-
-    def _place_inputs(self, begin: BoundaryEvents) -> None:
-        for value, index in begin.placements_begin.items():
-            if self._is_input(0, value):
-                self._place(self.plan.placements[index], writer=None, complete=True)
 
     # Operators.
 

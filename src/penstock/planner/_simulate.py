@@ -293,19 +293,10 @@ def _boundaries(plan: Plan | _Timed) -> tuple[list[_Boundary], float]:
         (entered if enters else left)[end % num_positions].append(ended)
     seconds = [plan.operator_seconds[operator] for operator in plan.order]
     boundaries, before = [], 0
-    for position in sorted({*leaving, *others, *left, *entered}):
-        elapsed = sum(seconds[before:position])
-        boundaries.append(
-            _Boundary(
-                position,
-                elapsed,
-                leaving.get(position, []),
-                left.get(position, []),
-                others.get(position, []),
-                entered.get(position, []),
-            )
-        )
-        before = position
+    for at in sorted({*leaving, *others, *left, *entered}):
+        elapsed = sum(seconds[before:at])
+        boundaries.append(_Boundary(at, elapsed, leaving[at], left[at], others[at], entered[at]))
+        before = at
     return boundaries, sum(seconds[before:])
 
 

@@ -86,7 +86,6 @@ def _chain(forced: Forced, seconds: np.ndarray, excess: np.ndarray, num_cuts: in
     """
     total = max(float(seconds.sum()), 1e-30)
     part = ((np.cumsum(seconds) - seconds) / total * num_cuts).astype(np.int64)
-    part += np.linspace(0, 1e-9, len(seconds)).astype(np.int64)
     worst = int(np.argmax(excess))
     chain = [worst]
     for direction in (1, -1):

@@ -16,8 +16,7 @@ from penstock.planner._request import LinkRates
 class LiveRangeTable:
     """All live ranges and holes of an order; arrays have one entry per live range or per hole."""
 
-    value: np.ndarray  # value of each live range, by its name in the step that defines it
-    num_bytes: np.ndarray  # its bytes
+    num_bytes: np.ndarray  # bytes of each live range's value
     defined: np.ndarray  # position of its first use
     made_by: np.ndarray  # operator that defines it; -1 for what is given
     # Whether no step changes it, so that a copy below the device never becomes stale.
@@ -77,7 +76,6 @@ def tabulate_live_ranges(
     defined = np.array([each.uses[0] for each in ranges], np.int64)
     live_bytes = occupied_bytes(defined, [each.end for each in ranges], num_bytes, len(order))
     return LiveRangeTable(
-        value=np.array([each.value for each in ranges], np.int64),
         num_bytes=num_bytes,
         defined=defined,
         made_by=np.array([each.made_by for each in ranges], np.int64),

@@ -183,33 +183,24 @@ class _RecomputationProgram:
         both = [self.before, self.after]
         runs = [*self.runs.values()]
         costs = [-float(self.seconds[operator]) / scale for operator in self.runs]
-        computed = (
-            ([self.before], float(self.seconds[self.earlier].sum()), [], []),
-            (
-                [self.after],
-                float(self.seconds[self.later].sum() + self.seconds[self.v]),
-                runs,
-                costs,
-            ),
+        earlier = float(self.seconds[self.earlier].sum())
+        later = float(self.seconds[self.later].sum() + self.seconds[self.v])
+        for times, seconds, again, factors in (
+            ([self.before], earlier, [], []),
+            ([self.after], later, runs, costs),
             (both, scale, runs, costs),
-        )
-        for times, seconds, again, factors in computed:
+        ):
             ones = [1.0] * len(times)
             program.row([*times, *again], [*ones, *factors], lower=seconds / scale)
         for times, moved, rate in (
             ([self.before], self.out_before, rates.outward),
             ([self.after], self.in_after, rates.inward),
             (both, [*self.out_before, *self.out_sometime], rates.outward),
-            (both, [*self.in_sometime, *self._in_step()], rates.inward),
+            (both, sorted({*self.in_sometime, *self.in_after}), rates.inward),
         ):
             factors = [-num_bytes / rate / scale for _, num_bytes in moved]
             columns = [column for column, _ in moved]
             program.row([*times, *columns], [*[1.0] * len(times), *factors], lower=0.0)
-
-    def _in_step(self) -> list[tuple[int, int]]:
-        """Return what comes in after v and is not in `in_sometime` as well."""
-        counted = {column for column, _ in self.in_sometime}
-        return [(column, num_bytes) for column, num_bytes in self.in_after if column not in counted]
 
     def solve(self, time_limit: float) -> float | None:
         """Return the least time in seconds; None if it takes too long."""

@@ -88,16 +88,10 @@ class _OrderSegment(NamedTuple):
     def least_seconds(
         self, order: FixedOrder, time_limit: float, halves: Sequence[float], num_cuts: int
     ) -> float:
-        """Solve for the least time.
+        """Solve for the least time; return less, as far as it is known, if that takes too long.
 
-        Args:
-            order: The step.
-            time_limit: Seconds.
-            halves: Seconds that the first half takes at least, and the second, as far as known.
-            num_cuts: Cuts of both, of which the first half has half.
-
-        Returns:
-            At least the operators' time; less than the optimum if that is not known in time.
+        `halves` are the seconds that the first half of the cuts takes at least, and the second, as
+        far as known.
         """
         if not any(self.missing):
             return sum(self.work)

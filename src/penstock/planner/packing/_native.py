@@ -19,7 +19,6 @@ from penstock.planner.packing._types import Buffer
 _SOURCES = [
     Path(__file__).with_name(name) for name in ("parts.cpp", "fit.cpp", "search.cpp", "driver.cpp")
 ]
-_NUM_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,6 @@ class _PackingArguments:
     capacity: int
     time_limit: float
     seed: int
-    num_threads: int
     stop: np.ndarray
 
 
@@ -83,7 +81,6 @@ def pack_native(
         capacity=-1 if capacity is None else capacity,
         time_limit=time_limit,
         seed=seed,
-        num_threads=_NUM_THREADS,
         stop=np.zeros(1, dtype=np.int32),
     )
     offsets, answer = np.zeros(len(buffers), dtype=np.int64), struct_type(EngineAnswer)()

@@ -169,10 +169,9 @@ class Driver {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
       }
     });
-    std::vector<std::thread> threads;
-    for (int64_t i = 1; i < request_.num_threads; ++i) threads.emplace_back(work);
+    std::thread other(work);  // beside this one
     work();
-    for (std::thread& thread : threads) thread.join();
+    other.join();
     done = true;
     watch.join();
     answer_.num_nodes += num_nodes;

@@ -35,7 +35,6 @@ struct Part {
   std::vector<std::vector<Range>> ranges;  // sorted, apart from each other
   int num_sections = 0;
   std::vector<std::vector<int>> overlaps;  // filled where a search needs them
-  bool has_fixed = false, has_alignment = false;
 
   int count() const { return static_cast<int>(ids.size()); }
   int first(int b) const { return ranges[b].front().begin; }
@@ -139,7 +138,7 @@ struct Request {
   const int64_t *lower, *upper;             // one a span, half-open, ascending within a buffer
   int64_t capacity;                         // -1: as low as possible
   double time_limit;                        // seconds
-  int64_t seed, num_threads;
+  int64_t seed;
   const std::atomic<int32_t>* stop;  // not zero: return the best so far
 };
 
@@ -192,10 +191,8 @@ std::vector<Part> split(const Request& request, Size divisor) {
       part.size.push_back(request.size[b] / divisor);
       const bool trivial = request.alignment[b] == 1 || request.alignment[b] == divisor;
       part.alignment.push_back(trivial ? 1 : request.alignment[b] / divisor);
-      part.has_alignment |= part.alignment.back() != 1;
       const int64_t fixed = request.fixed[b];
       part.fixed.push_back(fixed < 0 ? kFree : fixed / divisor);
-      part.has_fixed |= fixed >= 0;
       part.ranges.emplace_back();
       for (int64_t s = request.first_span[b]; s < request.first_span[b + 1]; ++s) {
         part.ranges.back().push_back({section(request.lower[s]), section(request.upper[s])});

@@ -35,7 +35,6 @@ class Allocation:
     parts: list[tuple[int, int]]  # (value, position from which it is the one) in order
     loaded: bool  # whether its first value is loaded
     made: int  # position of the operator that made its present value; less if it was loaded
-    first_use: int  # for a loaded one the position of the operator that it is loaded for
     last_use: int  # position of the last operator that uses it
     next_use: int  # position of the next one
     dirty: bool  # whether its present value is nowhere else
@@ -51,7 +50,7 @@ class Allocation:
 
     @property
     def start(self) -> int:
-        """The boundary at which it begins."""
+        """The boundary at which it begins; of a loaded one the operator there needs it."""
         return self.parts[0][1]
 
 
@@ -136,7 +135,7 @@ class _Pager:
             next_use = self._step.next_initial.get(value, NEVER)
             if next_use != NEVER:
                 self._evict_for(value, base, (), "the batch")
-                self._allocate(value, base, base, base + next_use, loaded=False)
+                self._allocate(value, base, base + next_use, loaded=False)
         for position in range(self._step.num_positions):
             self._run_operator(base, position)
         self._end_step(base + self._step.num_positions)
@@ -165,9 +164,7 @@ class _Pager:
             elif begin <= allocation.start < end:
                 allocation.parts = [(value, at - begin) for value, at in allocation.parts]
                 allocation.end -= begin
-                allocation.first_use -= begin
                 allocation.last_use -= begin
-                allocation.made -= begin
                 own.append(allocation)
         return PagedStep(tuple(own), tuple(permanent), tuple(resident), self.first_values is None)
 
@@ -179,12 +176,12 @@ class _Pager:
             if value not in self.present:
                 assert value in self._copied, "a value is neither on the device nor below"
                 self._evict_for(value, at, accesses.needs, name)
-                self._allocate(value, at, at, at, loaded=True)
+                self._allocate(value, at, at, loaded=True)
         for value in accesses.creates:
             if value in self.present:  # a result that is made again; others have ended before
                 self._free(self.present[value], at)
             self._evict_for(value, at, (*accesses.needs, *accesses.creates), name)
-            self._allocate(value, at, at, at, loaded=False)
+            self._allocate(value, at, at, loaded=False)
         for old, created in accesses.reuses:
             allocation = self.present.pop(old)
             allocation.parts.append((created, at))
@@ -239,9 +236,9 @@ class _Pager:
             if value not in values:
                 self._evict(allocation, at)
         for value in sorted(values - self.present.keys()):
-            self._allocate(value, at, at, at + self._step.next_initial[value], loaded=True)
+            self._allocate(value, at, at + self._step.next_initial[value], loaded=True)
 
-    def _allocate(self, value: int, at: int, last_use: int, next_use: int, *, loaded: bool) -> None:
+    def _allocate(self, value: int, at: int, next_use: int, *, loaded: bool) -> None:
         num_bytes = self._step.num_bytes[value]
         self._used += num_bytes
         self._num_allocations += 1
@@ -250,8 +247,7 @@ class _Pager:
             parts=[(value, at)],
             loaded=loaded,
             made=-1 if loaded else at,
-            first_use=at,
-            last_use=last_use,
+            last_use=at,
             next_use=next_use,
             dirty=not loaded,
             value=value,

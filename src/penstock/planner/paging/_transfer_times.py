@@ -51,42 +51,28 @@ def time_transfers(
     *,
     prefetch_bytes: int | None,
 ) -> TransferTimes:
-    """Give every transfer of a paged step its boundaries.
+    """Give every transfer of a paged step its boundaries; return the best times of all passes.
 
-    Args:
-        step: The graph in its order.
-        paged: Its allocations.
-        operator_seconds: Time of each operator of the graph.
-        rates: Of the links to the tier below the device.
-        prefetch_bytes: Bytes that may be taken at any boundary where values are loaded ahead and
-            written after their last use. None: transfers run when an operator needs the memory.
-
-    Returns:
-        The best times of all passes.
+    `prefetch_bytes` may be taken at any boundary where values are loaded ahead and written after
+    their last use. None: transfers run when an operator needs the memory.
     """
     allocations = paged.allocations
     writes = _writes(allocations, rates.outward, is_early=prefetch_bytes is not None)
-    by_use = sorted(
-        (index for index, allocation in enumerate(allocations) if allocation.loaded),
-        key=lambda index: (allocations[index].first_use, index),
-    )
+    loaded = [(index, each) for index, each in enumerate(allocations) if each.loaded]
+    loaded.sort(key=lambda pair: pair[1].start)
+    by_use = [index for index, _ in loaded]
     seconds = [operator_seconds[index] for index in step.order]
     finish_of_write = _finish_without_waiting(seconds, writes)
     best: TransferTimes | None = None
     for _ in range(_PASSES):
         ends = _end_writes(allocations, writes, finish_of_write)
-        begins = [allocations[index].first_use for index in by_use]
+        begins = [each.start for _, each in loaded]
         if prefetch_bytes is not None:
             earliest = _find_free_boundaries(step, paged, prefetch_bytes, ends, by_use)
             begins = _delay_to_order(earliest, begins, step.num_positions)
         loads = [
-            TimedTransfer(
-                index,
-                begin,
-                allocations[index].first_use,
-                allocations[index].num_bytes / rates.inward,
-            )
-            for index, begin in zip(by_use, begins, strict=True)
+            TimedTransfer(index, begin, each.start, each.num_bytes / rates.inward)
+            for (index, each), begin in zip(loaded, begins, strict=True)
         ]
         step_seconds, finish_of_write = simulate_streams(seconds, writes, loads)
         if best is None or step_seconds < best.step_seconds:
@@ -231,7 +217,7 @@ def _find_free_boundaries(
         earliest = ends[index] - num_positions
         if source is not None:
             earliest = max(earliest, ends[source[0]] - source[1] * num_positions)
-        use, num_bytes = allocation.first_use, allocation.num_bytes
+        use, num_bytes = allocation.start, allocation.num_bytes
         begin = _find_earliest(used, earliest, use, capacity - num_bytes)
         _add_bytes(used, begin, use, num_bytes)
         begins.append(begin)

@@ -45,7 +45,9 @@ def check_scratchpad(
     Raises:
         PlanError: A rule is broken; `rule` is its name and the message says where.
     """
-    position = _check_order(graph, plan)
+    if sorted(plan.order) != list(range(len(graph.operators))):
+        raise PlanError("the order does not run every operator exactly once", rule="order")
+    position = {operator: step for step, operator in enumerate(plan.order)}
     residencies = _group_residencies(graph, plan)
     uses: list[list[int]] = [[] for _ in graph.buffers]
     for step, operator in enumerate(plan.order):
@@ -78,12 +80,6 @@ def _check_cost(
             f"cost {cost}, bound for the order {plan.order_lower_bound}, bound {plan.lower_bound}",
             rule="bound",
         )
-
-
-def _check_order(graph: ScratchpadGraph, plan: ScratchpadPlan) -> dict[int, int]:
-    if sorted(plan.order) != list(range(len(graph.operators))):
-        raise PlanError("the order does not run every operator exactly once", rule="order")
-    return {operator: step for step, operator in enumerate(plan.order)}
 
 
 def _group_residencies(graph: ScratchpadGraph, plan: ScratchpadPlan) -> list[list[Residency]]:

@@ -84,7 +84,9 @@ def scratchpad(
         if best is not None and (left <= 0 or best.spill_cost == lower_bound):
             break
         share = max(0.0, left) / (len(orders) - done)
-        found = _plan_order(graph, pools, order, best=best, time_limit=share)
+        found = _plan_exactly(graph, pools, order, best=best, time_limit=share)
+        if found is None and best is None:
+            found = _plan_greedily(graph, pools, order)
         if found is not None:
             best = found.to_plan(graph, order, lower_bound)
     if best is None:
@@ -147,21 +149,6 @@ def _check_pools(graph: ScratchpadGraph, pools: Mapping[str, int]) -> None:
                 )
 
 
-def _plan_order(
-    graph: ScratchpadGraph,
-    pools: Mapping[str, int],
-    order: Sequence[int],
-    *,
-    best: ScratchpadPlan | None,
-    time_limit: float,
-) -> _Spilled | None:
-    """Return a residency of an order that is cheaper than `best`, or None."""
-    found = _plan_exactly(graph, pools, order, best=best, time_limit=time_limit)
-    if found is None and best is None:
-        found = _plan_greedily(graph, pools, order)
-    return found
-
-
 def _plan_exactly(
     graph: ScratchpadGraph,
     pools: Mapping[str, int],
@@ -170,6 +157,7 @@ def _plan_exactly(
     best: ScratchpadPlan | None,
     time_limit: float,
 ) -> _Spilled | None:
+    """Return a residency of an order that is cheaper than `best`, or None."""
     deadline = time.perf_counter() + time_limit
     program, bound = ResidencyProgram(graph, pools, order), None
     for _ in range(_MOST_CUTS):

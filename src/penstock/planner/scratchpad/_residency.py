@@ -118,14 +118,7 @@ def spill_greedily(
     order: Sequence[int],
     holes: Sequence[BufferHole],
 ) -> set[int]:
-    """Return the holes to spill so that every step of an order fits its pools.
-
-    Args:
-        graph: The program; each operator's own buffers fit.
-        pools: The capacity of each pool.
-        order: Operators by step.
-        holes: Those of the order (`find_holes`).
-    """
+    """Return the holes of an order to spill so that every step fits; its own buffers do."""
     spilled: set[int] = set()
     for pool, capacity in pools.items():
         load = used_bytes(graph, order, pool)

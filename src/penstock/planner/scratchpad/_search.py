@@ -15,7 +15,6 @@ from penstock.planner._native_calls import flatten, run_stoppable
 from penstock.planner.scratchpad._types import ScratchpadGraph
 
 _SOURCE = Path(__file__).with_name("search.cpp")
-_NUM_PROPOSALS = 150_000
 # One searcher accepts much at first, the other little: which is better depends on the program.
 _TEMPERATURES = (0.02, 0.004)
 
@@ -36,7 +35,6 @@ class _SearchArguments:
     cost: np.ndarray
     capacity: np.ndarray
     is_anchor: np.ndarray
-    num_proposals: int
     time_limit: float
     seed: int
     temperature: float
@@ -131,7 +129,6 @@ def _request(
         cost=np.array([buffer.spill_cost for buffer in graph.buffers], dtype=np.int64),
         capacity=np.array([pools[name] for name in names], dtype=np.int64),
         is_anchor=find_anchors(graph).astype(np.uint8),
-        num_proposals=_NUM_PROPOSALS,
         time_limit=time_limit,
         seed=0,
         temperature=0.0,

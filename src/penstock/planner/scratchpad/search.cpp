@@ -29,7 +29,6 @@ struct Request {
   const int64_t *pool, *size, *cost;                // of each buffer
   const int64_t* capacity;                          // of each pool
   const uint8_t* is_anchor;                         // of each operator
-  int64_t num_proposals;
   double time_limit;
   int64_t seed;
   double temperature;  // at the start, as a share of the first cost
@@ -169,12 +168,12 @@ class OrderSearch {
     if (cost < 0) return -1;
     if (best_cost < 0 || cost < best_cost) best = decoded, best_cost = cost;
     const double hot = request_.temperature * static_cast<double>(best_cost) + 1e-9;
-    for (int64_t i = 0; i < request_.num_proposals && best_cost > 0 && anchors.size() > 1; ++i) {
+    for (int64_t i = 0; i < kNumProposals && best_cost > 0 && anchors.size() > 1; ++i) {
       if (i % 16 == 0) {
         const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start;
         if (spent.count() > request_.time_limit || request_.stop->load() != 0) break;
       }
-      const double progress = static_cast<double>(i) / static_cast<double>(request_.num_proposals);
+      const double progress = static_cast<double>(i) / static_cast<double>(kNumProposals);
       const double temperature = hot * std::pow(0.01, progress);
       std::vector<int> changed = proposed(anchors);
       decoded = decode(changed);
@@ -196,6 +195,8 @@ class OrderSearch {
   }
 
  private:
+  static constexpr int64_t kNumProposals = 150'000;
+
   std::vector<int> proposed(const std::vector<int>& anchors) {
     std::vector<int> changed = anchors;
     const size_t n = anchors.size();

@@ -94,13 +94,10 @@ class AutoSearch:
         self._ideal_seconds = float(seconds.sum())
 
     def run(self) -> SearchCandidate | None:
-        """Search until the deadline or until nothing helps.
+        """Search until the deadline or until nothing helps; return the best, if any fits.
 
         The same search with the order or single runs frozen has its share of the time, and its
         finalists are finalists of the whole search: freedom makes no plan slower.
-
-        Returns:
-            The best candidate; None if none fits.
         """
         end, freedom = self.deadline, (self.reorder, self.recompute)
         frozen = frozen_decisions(*freedom)
@@ -130,9 +127,8 @@ class AutoSearch:
         one that was found for a smaller arena evicts what is cheapest.
         """
         best, whole = self.best, self.arena
-        if whole.lower is None or best is None or not best.choice.evicted.any():
-            return
-        if self._is_ideal():
+        moves = whole.lower is not None and best is not None and best.choice.evicted.any()
+        if not moves or self._is_ideal():
             return
         saved = self._candidates, self._quick, self._on_better
         near = self._finalists()[:_NUM_FINALISTS]

@@ -7,6 +7,7 @@ plan.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -67,10 +68,11 @@ def plan_auto(request: PlanRequest, *, bound: Bound) -> Plan:
     least, device_bytes = working_set(request.graph), request.budget.device_bytes
     if device_bytes is not None and device_bytes < least.num_bytes:
         raise explain_infeasible(grid, least)
-    if load_engine() is None:
-        found, failure = None, explain_missing_engine(request)
-    else:
-        found, failure = _search_on_grids(grid, report)
+    found = failure = None
+    try:
+        found = _search_on_grids(grid, report)
+    except InfeasibleError as error:
+        failure = error
     better = _descend_from(grid, found)
     if better is not None:
         report(better.step_seconds)
@@ -83,20 +85,21 @@ def plan_auto(request: PlanRequest, *, bound: Bound) -> Plan:
     return dataclasses.replace(found, notes=notes)
 
 
-def _search_on_grids(
-    grid: GridRequest, report: Callable[[float], None]
-) -> tuple[Plan | None, InfeasibleError | None]:
+def _search_on_grids(grid: GridRequest, report: Callable[[float], None]) -> Plan:
     """Search on a grid, and on finer ones where it has no offsets."""
+    if load_engine() is None:
+        raise InfeasibleError(
+            f"device_memory={grid.request.budget.device_bytes} bytes: plans are searched for by "
+            "C++, and without it nothing was found that fits; install a compiler, or give more",
+            proved=False,
+        )
     try:
-        return _search(grid, report), None
-    except InfeasibleError as error:
-        failure = error
-    for finer in grid.finer_grids():
-        try:
-            return _search(finer, report), None
-        except InfeasibleError:
-            continue
-    return None, failure
+        return _search(grid, report)
+    except InfeasibleError:
+        for finer in grid.finer_grids():
+            with contextlib.suppress(InfeasibleError):
+                return _search(finer, report)
+        raise
 
 
 def _search(grid: GridRequest, report: Callable[[float], None]) -> Plan:
@@ -150,9 +153,7 @@ def _descend_from(grid: GridRequest, found: Plan | None) -> Plan | None:
     if not is_small or links != ((Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),):
         return None
     freedom = request.reorder, request.recompute
-    best = found
-    if best is None:
-        best = find_any_plan(request)
+    best = found or find_any_plan(request)
     # A descent with decisions frozen may come further than one without: it goes first.
     for reorder, recompute in (*frozen_decisions(*freedom), freedom):
         # Time is the processor's, so that a busy machine finds the same plans.
@@ -231,20 +232,11 @@ def interference_per_byte(link: Link, machine: MachineProfile) -> float:
     return of_copy * (_COPIES_TO_FILE if to_file else _COPIES_TO_HOST)
 
 
-def explain_missing_engine(request: PlanRequest) -> InfeasibleError:
-    """Return the error of a search without a compiler."""
-    return InfeasibleError(
-        f"device_memory={request.budget.device_bytes} bytes: plans are searched for by C++, and "
-        "without it nothing was found that fits; install a compiler, or give more",
-        proved=False,
-    )
-
-
 def explain_infeasible(grid: GridRequest, least: WorkingSet | None = None) -> InfeasibleError:
     """Return the error of a search that found nothing, or of a budget below the working set."""
     request, arena = grid.request, grid.arena
-    if least is not None and load_engine() is None:
-        return _explain_working_set(request, least)
+    if least is not None and load_engine() is None:  # nothing can be searched
+        return _explain_working_set(request, least, None, "raise it, or split it")
     sequence = grid.program()
     if arena.lower is not None and arena.lower.first_bytes is not None:
         unlimited = dataclasses.replace(arena.lower, first_bytes=None)
@@ -262,35 +254,30 @@ def explain_infeasible(grid: GridRequest, least: WorkingSet | None = None) -> In
         if arena.lower is None
         else "nothing but its own operands and results is there then: raise it, or split it"
     )
-    given = (
-        f"device_memory={format_bytes(request.budget.device_bytes or 0)} is too little: operator "
-    )
     if least is not None:
-        return InfeasibleError(
-            f"{given}{least.operator!r} alone needs {format_bytes(least.num_bytes)} with its "
-            f"workspace, and a plan was found for {format_bytes(enough)}; {reason}",
-            minimum_device_bytes=least.num_bytes,
-            operator=least.operator,
-            proved=True,
-            sufficient_device_bytes=enough,
-        )
+        reason = f"a plan was found for {format_bytes(enough)}; {reason}"
+        return _explain_working_set(request, least, enough, reason)
     return InfeasibleError(
-        f"{given}{name!r} needs {format_bytes(enough)} with its workspace where the program runs "
+        f"device_memory={format_bytes(request.budget.device_bytes or 0)} is too little: operator "
+        f"{name!r} needs {format_bytes(enough)} with its workspace where the program runs "
         f"it, and no other order was found that needs less; {reason}",
         operator=name,
         sufficient_device_bytes=enough,
     )
 
 
-def _explain_working_set(request: PlanRequest, least: WorkingSet) -> InfeasibleError:
-    """Return the error of a budget below the working set, where nothing can be searched."""
+def _explain_working_set(
+    request: PlanRequest, least: WorkingSet, enough: int | None, reason: str
+) -> InfeasibleError:
+    """Return the error of a budget below the working set."""
     return InfeasibleError(
-        f"device_memory={request.budget.device_bytes} bytes is too little: operator "
-        f"{least.operator!r} alone needs {least.num_bytes} bytes with its workspace: raise it, or "
-        "split it",
+        f"device_memory={format_bytes(request.budget.device_bytes or 0)} is too little: operator "
+        f"{least.operator!r} alone needs {format_bytes(least.num_bytes)} with its workspace: "
+        f"{reason}",
         minimum_device_bytes=least.num_bytes,
         operator=least.operator,
         proved=True,
+        sufficient_device_bytes=enough,
     )
 
 

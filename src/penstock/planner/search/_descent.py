@@ -21,14 +21,9 @@ MAX_SECONDS = 2.0  # of the processor
 
 
 def find_any_plan(request: PlanRequest) -> Plan | None:
-    """Find a plan of a small graph among all orders, the first that fits.
+    """Return the first plan of a small graph that fits, among all orders with two second runs.
 
-    Args:
-        request: A step of at most `MAX_OPERATORS` operators, of which at most two run again. The
-            processor has two seconds beyond the deadline.
-
-    Returns:
-        The first plan found; None if there was none.
+    The processor has two seconds beyond the deadline.
     """
     limit = Limit(request.deadline, least_processor_seconds=time.thread_time() + MAX_SECONDS)
     max_again = 2 if request.recompute else 0
@@ -40,15 +35,9 @@ def find_any_plan(request: PlanRequest) -> Plan | None:
 
 
 def descend(request: PlanRequest, plan: Plan | None, *, limit: Limit) -> Plan | None:
-    """Improve a plan of a small graph.
+    """Improve a plan of a small graph; without one, begin near the program's order.
 
-    Args:
-        request: A step of at most `MAX_OPERATORS` operators.
-        plan: The plan to begin near; None: the program's order.
-        limit: End of the search, in place of the request's deadline.
-
-    Returns:
-        The best plan found; None if there was none and none was found.
+    `limit` ends the search, in place of the request's deadline.
     """
     graph, best = request.graph, plan
     program = tuple(range(len(graph.operators)))

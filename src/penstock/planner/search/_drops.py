@@ -83,9 +83,12 @@ class DropFamilies:
         for count in _NUM_SEGMENTS:
             if num_forward < 2 * count:
                 continue
-            cuts = self._find_narrow_places(crossing, count)
-            kept = self._crossing_items(cuts)
-            dropped = frozenset(self.made_at) - kept
+            bounds = np.linspace(0, num_forward, count + 1).astype(int)
+            cuts = [  # the last place in each part at which the fewest bytes cross
+                int(high - 1 - np.argmin(crossing[low:high][::-1]))
+                for low, high in itertools.pairwise(bounds)
+            ]
+            dropped = frozenset(self.made_at) - self._crossing_items(cuts)
             if dropped and dropped not in seen:
                 seen.add(dropped)
                 yield dropped
@@ -126,16 +129,6 @@ class DropFamilies:
         items, start, end = self._forward_intervals.T
         num_bytes = np.array([storage.num_bytes for storage in self.graph.storages], np.int64)
         return occupied_bytes(start, end, num_bytes[items], (forward[-1] if forward else 0) + 1)
-
-    @staticmethod
-    def _find_narrow_places(crossing: np.ndarray, count: int) -> list[int]:
-        """Return the last place in each of `count` equal parts at which the fewest bytes cross."""
-        bounds = np.linspace(0, len(crossing), count + 1).astype(int)
-        return [
-            int(high - 1 - np.argmin(crossing[low:high][::-1]))
-            for low, high in itertools.pairwise(bounds)
-            if high > low
-        ]
 
     def _crossing_items(self, cuts: list[int]) -> frozenset[int]:
         items, start, end = self._forward_intervals.T

@@ -111,39 +111,24 @@ def find_offsets(
             break
         worth = best[0].seconds * _WORTH_IT if best is not None else np.inf
         best = assign_offsets(smaller, arena, worth=worth, deadline=until) or best
-    pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 16), 2.0)
-    limits = {"pack_seconds": pack_seconds, "deadline": deadline}
     if best is None:
-        return _pack_smaller(choice, arena, seed=seed, **limits)
+        return _pack_smaller(choice, arena, deadline=deadline, seed=seed)
     if len(choice.sequence.order) <= _FEW_POSITIONS:
         with contextlib.suppress(InfeasibleError):
-            other = pack_offsets(choice, arena, seed=seed, **limits)
+            other = pack_offsets(choice, arena, deadline=deadline, seed=seed)
             return min(best, other, key=lambda found: found[0].seconds)
     return best
 
 
-def _pack_smaller(
-    choice: EvictionChoice,
-    arena: Arena,
-    *,
-    pack_seconds: float,
-    deadline: float,
-    seed: int,
-) -> Addressed:
+def _pack_smaller(choice: EvictionChoice, arena: Arena, *, deadline: float, seed: int) -> Addressed:
     """Pack choices for smaller and smaller arenas until one fits."""
     failure: InfeasibleError | None = None
     choices = list(_for_smaller_arenas(choice, arena))
     while choices:
         # Late, the choice for the smallest arena first: it is the most likely to fit.
-        is_late = time.monotonic() > deadline
+        smaller = choices.pop(-1 if time.monotonic() > deadline else 0)
         try:
-            return pack_offsets(
-                choices.pop(-1 if is_late else 0),
-                arena,
-                pack_seconds=pack_seconds,
-                deadline=deadline,
-                seed=seed,
-            )
+            return pack_offsets(smaller, arena, deadline=deadline, seed=seed)
         except InfeasibleError as error:
             failure = better_failure(failure, error)
     assert failure is not None
@@ -176,7 +161,7 @@ def _for_smaller_arenas(choice: EvictionChoice, arena: Arena) -> Iterator[Evicti
                 seen.add(key)
                 yield found
     smallest = dataclasses.replace(arena, capacity=least)
-    found = ResidencySearch(sequence, smallest, prefetch_distance=0).at(choice.shares * 0)
+    found = ResidencySearch(sequence, smallest).at(choice.shares * 0, prefetch_distance=0)
     if found is not None:
         yield found
 

@@ -115,9 +115,7 @@ def _assign_by(
     return best
 
 
-def pack_offsets(
-    choice: EvictionChoice, arena: Arena, *, pack_seconds: float, deadline: float, seed: int
-) -> Addressed:
+def pack_offsets(choice: EvictionChoice, arena: Arena, *, deadline: float, seed: int) -> Addressed:
     """Find offsets by the packer.
 
     After the deadline bytes are reserved for uses only.
@@ -126,6 +124,7 @@ def pack_offsets(
         InfeasibleError: No packing fits the capacity; `sufficient_device_bytes` is the lowest.
     """
     core = choice.parts(slack=0.0)
+    pack_seconds = min(max(0.5, (deadline - time.monotonic()) / 16), 2.0)
     rates = arena.lower.rates if arena.lower is not None else (LinkRates(1.0, 1.0),)
     best: Addressed | None = None
     failure: InfeasibleError | None = None

@@ -65,18 +65,11 @@ class _Values:
         self._changes: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for position, index in enumerate(sequence.order.tolist()):
             operator = self.graph.operators[index]
-            is_second_run = bool(sequence.again[position])
-            for value in operator.creates:
-                self._note(value, position)
-            for _, new in operator.mutates:
-                if not (is_second_run and self._is_persistent(new)):
-                    self._note(new, position)
-
-    def _is_persistent(self, value: int) -> bool:
-        return self.graph.storages[self.graph.storage_of_value[value]].persistent
-
-    def _note(self, value: int, position: int) -> None:
-        self._changes[self.graph.storage_of_value[value]].append((position, value))
+            for value in operator.makes:
+                index = self.graph.storage_of_value[value]
+                is_kept = self.graph.storages[index].persistent and value not in operator.creates
+                if not (is_kept and sequence.again[position]):  # else the second run leaves it
+                    self._changes[index].append((position, value))
 
     def initial(self, storage: int) -> int:
         """Return the value that a storage holds when the step begins."""

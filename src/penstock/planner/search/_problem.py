@@ -93,7 +93,7 @@ def load_engine() -> ctypes.CDLL | None:
         "sequence_num_holes": (i32, [pointer]),
         "sequence_most_parts": (i32, [pointer]),
         "sequence_read": (None, [pointer, i32s, i32s, i32s, i64s]),
-        "sequence_evict": (i64, [pointer, i64s, i64, f64s, bools]),
+        "sequence_evict": (None, [pointer, i64s, i64, f64s, bools]),
         "sequence_cut": (i32, [pointer, bools, i32s, i32s, parts]),
         "sequence_class_needs": (None, [pointer, i32s, i32, i64s, i64s]),
         "sequence_evict_in_classes": (i32, [pointer, i32s, i32, i64s, i64s, bools, intervals]),
@@ -102,7 +102,7 @@ def load_engine() -> ctypes.CDLL | None:
         "sequence_replay_at": (i64, [*replay, intervals, i32]),
         "sequence_assign_tiers": (None, [pointer, bools, i64, bools]),
         "assign_offsets": (None, [intervals, i32, i32, i64, i64, i32, f64, i32, f64s, i64s]),
-        "expander_new": (pointer, [i32, i32, i32, i32s, i32s, bools, i32s, i32s]),
+        "expander_new": (pointer, [i32, i32, i32s, i32s, bools, i32s, i32s]),
         "expander_free": (None, [pointer]),
         "expander_expand": (i32, [pointer, i32s, i32, i32s, i32, i32]),
         "expander_read": (None, [pointer, i32s]),
@@ -158,9 +158,7 @@ class Problem:
         operators = range(len(graph.operators))
         accesses = [_accesses(graph, operator) for operator in operators]
         reuses = [_reuses(graph, operator) for operator in operators]
-        self.handle = engine().problem_new(
-            len(graph.operators),
-            len(graph.storages),
+        self._arrays = (  # the engine reads these ones
             self.operator_seconds,
             self.object_bytes,
             np.array([_flags(storage) for storage in graph.storages], np.uint8),
@@ -170,6 +168,8 @@ class Problem:
             flatten([[new for _, new in pairs] for pairs in reuses], np.int32)[1],
             *flatten(graph.predecessors, np.int32),
         )
+        sizes = len(graph.operators), len(graph.storages)
+        self.handle = engine().problem_new(*sizes, *self._arrays)
         weakref.finalize(self, engine().problem_free, self.handle)
 
     def greedy_order(

@@ -46,12 +46,7 @@ class RecomputeChains:
         self.chain_of = {
             item: chain for item, chain in writers.items() if self._can_drop(item, chain)
         }
-        self._expander = self._make_expander()
-        weakref.finalize(self, engine().expander_free, self._expander)
-
-    def _make_expander(self) -> int:
-        """Return the engine's object, which has the accesses of first and second runs."""
-        graph = self.graph
+        # The engine's object has the accesses of first and second runs, and reads these arrays.
         again = [operator.recompute_target is not None for operator in graph.operators]
         operators = list(zip(graph.operators, again, strict=True))
         rows = [
@@ -61,17 +56,16 @@ class RecomputeChains:
             *(operator.creates if other else operator.makes for operator, other in operators),
             *(self.chain_of.get(item, ()) for item in range(len(graph.storages))),
         ]
-        object_of = np.array(graph.storage_of_value, np.int32)
         given = [storage.initial for storage in graph.storages]
-        return engine().expander_new(
-            len(graph.operators),
-            len(graph.storages),
-            len(object_of),
-            object_of,
+        self._arrays = (
+            np.array(graph.storage_of_value, np.int32),
             np.array([-1 if value is None else value for value in given], np.int32),
             np.array([o.phase is Phase.FORWARD for o in graph.operators], np.uint8),
             *flatten(rows, np.int32),
         )
+        sizes = len(graph.operators), len(graph.storages)
+        self._expander = engine().expander_new(*sizes, *self._arrays)
+        weakref.finalize(self, engine().expander_free, self._expander)
 
     def _can_drop(self, item: int, chain: list[int]) -> bool:
         storage = self.graph.storages[item]
@@ -91,14 +85,9 @@ class RecomputeChains:
     def expand(self, order: np.ndarray, dropped: Collection[int]) -> np.ndarray | None:
         """Insert second runs before the operators that need dropped storages.
 
-        Args:
-            order: Operators, each once.
-            dropped: Storages that are dropped after their last use in the forward pass, and after
-                their last use; the complements of those that are dropped after each use in the
-                backward pass.
-
-        Returns:
-            The longer order; None if an operand is not available.
+        Storages are dropped after their last use in the forward pass, and after their last use;
+        those whose complements are in `dropped` after each use in the backward pass. None if an
+        operand is not available.
         """
         order = np.ascontiguousarray(order, np.int32)
         items = np.fromiter(dropped, np.int32, len(dropped))

@@ -84,20 +84,12 @@ class EvictionChoice:
 class ResidencySearch:
     """A search for evictions of one order."""
 
-    def __init__(
-        self,
-        sequence: OperatorSequence,
-        arena: Arena,
-        *,
-        prefetch_distance: int = MAX_PREFETCH_DISTANCE,
-    ) -> None:
-        self.prefetch_distance = prefetch_distance
-        self.sequence = sequence
-        self.capacity = arena.capacity
-        self.lower = arena.lower
-        self._needed = sequence.working_set
+    def __init__(self, sequence: OperatorSequence, arena: Arena) -> None:
+        self.sequence, self.capacity, self.lower = sequence, arena.capacity, arena.lower
 
-    def at(self, shares: np.ndarray) -> EvictionChoice | None:
+    def at(
+        self, shares: np.ndarray, *, prefetch_distance: int = MAX_PREFETCH_DISTANCE
+    ) -> EvictionChoice | None:
         """Choose evictions for a profile of shares; return None if they do not fit."""
         sequence = self.sequence
         if self.lower is None:
@@ -105,7 +97,7 @@ class ResidencySearch:
                 return None
             evicted, tier = np.zeros(len(sequence.hole_object), np.uint8), None
         else:
-            target = np.maximum((self.capacity * shares).astype(np.int64), self._needed)
+            target = np.maximum((self.capacity * shares).astype(np.int64), sequence.working_set)
             chosen = self._evict(target, self.lower)
             if chosen is None:
                 return None
@@ -115,7 +107,7 @@ class ResidencySearch:
             self.capacity,
             self.lower.rates if self.lower else (LinkRates(1.0, 1.0),),
             tier=tier,
-            prefetch_distance=self.prefetch_distance,
+            prefetch_distance=prefetch_distance,
         )
         if replay.overflow > 0:
             return None
@@ -136,7 +128,7 @@ class ResidencySearch:
         self, target: np.ndarray, lower: LowerTiers
     ) -> tuple[np.ndarray, np.ndarray | None] | None:
         """Return evictions and their tiers; None if the lower tiers are too small."""
-        evicted, _ = self.sequence.evict(target)
+        evicted = self.sequence.evict(target)
         if lower.first_bytes is None:
             return evicted, None
         tier = self.sequence.tiers(evicted, lower.first_bytes)
@@ -148,7 +140,7 @@ class ResidencySearch:
             if not outside.any():
                 return evicted, None
             bias[outside] = -1e12  # after all others
-            evicted, _ = self.sequence.evict(target, bias=bias)
+            evicted = self.sequence.evict(target, bias=bias)
             tier = self.sequence.tiers(evicted, lower.first_bytes)
         return None
 
@@ -163,15 +155,11 @@ class ResidencySearch:
         *,
         deadline: float,
         on_better: Callable[[EvictionChoice], object],
-    ) -> EvictionChoice:
-        """Change the profile piece by piece while that helps and time is left.
-
-        Returns:
-            The best found.
-        """
+    ) -> None:
+        """Change the profile of a choice piece by piece while that helps and time is left."""
         elapsed = np.cumsum(self.sequence.problem.operator_seconds[self.sequence.order])
         if self.lower is None or not best.evicted.any() or not elapsed[-1] > 0:
-            return best
+            return
         num_segments = 1
         while num_segments <= _MAX_SEGMENTS:
             segment = np.minimum(
@@ -182,7 +170,7 @@ class ResidencySearch:
                 inside = segment == index
                 for share in SHARES:
                     if time.monotonic() > deadline:
-                        return best
+                        return
                     shares = best.shares.copy()
                     shares[inside] = share
                     found = self.at(shares)
@@ -191,4 +179,3 @@ class ResidencySearch:
                         on_better(best)
             if not improved or num_segments == 1:
                 num_segments *= 2
-        return best

@@ -86,35 +86,21 @@ class OperatorSequence:
         """Time of the operators alone."""
         return float(self.problem.operator_seconds[self.order].sum())
 
-    def evict(
-        self, capacity: int | np.ndarray, *, bias: np.ndarray | None = None
-    ) -> tuple[np.ndarray, int]:
-        """Choose evictions so that live bytes never exceed the capacity.
+    def evict(self, capacity: np.ndarray, *, bias: np.ndarray | None = None) -> np.ndarray:
+        """Return for each hole whether its object leaves, so that live bytes fit the capacity.
 
-        Args:
-            capacity: Bytes, for all positions or for each.
-            bias: Added to the next use of each hole, in positions; the latest leaves first.
-
-        Returns:
-            For each hole whether its object leaves, and by how many bytes the worst position
-            exceeds the capacity (at most 0 if it fits).
+        The capacity is in bytes by position. `bias` is added to the next use of each hole, in
+        positions; the latest leaves first.
         """
         evicted = np.zeros(len(self.hole_object), np.uint8)
-        capacities = np.full(len(self.order), capacity, np.int64)
-        worst = engine().sequence_evict(self._handle, capacities, MIN_EVICTED_BYTES, bias, evicted)
-        return evicted, worst
+        engine().sequence_evict(self._handle, capacity, MIN_EVICTED_BYTES, bias, evicted)
+        return evicted
 
     def cut(self, evicted: np.ndarray, out_end: np.ndarray, in_start: np.ndarray) -> np.ndarray:
-        """Cut the live ranges of all objects at their evicted holes.
+        """Cut the live ranges of all objects at their evicted holes; return the `PART`s.
 
-        Args:
-            evicted: For each hole whether its object leaves.
-            out_end: For each hole the boundary by which its object has left.
-            in_start: For each hole the boundary at which its object begins to come back; beyond the
-                step in the next one.
-
-        Returns:
-            The `PART`s.
+        Per hole: whether its object leaves, the boundary by which it has left, and the one at which
+        it begins to come back; beyond the step in the next one.
         """
         parts = np.zeros(engine().sequence_most_parts(self._handle), PART)
         windows = out_end.astype(np.int32), in_start.astype(np.int32)

@@ -41,8 +41,7 @@ i64 evict(const Sequence& s, const std::vector<i64>& base, const i64* weights, c
         const Hole& hole = s.holes[g];
         heap.pop();
         if (evicted[g]) continue;
-        i32 first, last, wrapped;
-        span(s, hole, first, last, wrapped);
+        const auto [first, last, wrapped] = span(s, hole);
         if (!((first <= position && position < last) || position < wrapped)) continue;
         const i64 bytes = weights[hole.object];
         evicted[g] = 1;

@@ -2,25 +2,23 @@
 
 namespace {
 
-// Lists of numbers in one array (CSR), some of those of a longer one.
+// Lists of numbers in one array (CSR).
 struct Lists {
-  std::vector<i32> first, items;
-  Lists(const i32* first_of, i32 count, const i32* all)
-      : first(first_of, first_of + count + 1), items(all + first_of[0], all + first_of[count]) {}
+  const i32 *first, *items;
   struct Range {
     const i32 *from, *to;
     const i32* begin() const { return from; }
     const i32* end() const { return to; }
   };
-  Range operator[](i32 i) const { return {items.data() + first[i] - first[0], items.data() + first[i + 1] - first[0]}; }
+  Range operator[](i32 i) const { return {items + first[i], items + first[i + 1]}; }
 };
 
-// Accesses and chains by which the values of a graph are made again.
+// Accesses and chains by which the values of a graph are made again, in arrays of `RecomputeChains`.
 struct OrderExpander {
   i32 num_objects;
-  std::vector<i32> object_of;             // of each value
-  std::vector<i32> initial;               // of each object: the value that it holds at first; -1: none
-  std::vector<std::uint8_t> is_forward;   // of each operator
+  const i32* object_of;                   // of each value
+  const i32* initial;                     // of each object: the value that it holds at first; -1: none
+  const std::uint8_t* is_forward;         // of each operator
   Lists needs, makes;                     // values of each operator
   Lists needs_again, makes_again;         // the same where it runs again
   Lists chain;                            // of each object that can be dropped: operators that make it
@@ -31,7 +29,7 @@ struct OrderExpander {
 class Expansion {
  public:
   Expansion(OrderExpander& recipes, const i32* order, i32 length, i32 max_chain)
-      : r_(recipes), order_(order), length_(length), max_chain_(max_chain), content_(recipes.initial),
+      : r_(recipes), order_(order), length_(length), max_chain_(max_chain), content_(recipes.initial, recipes.initial + recipes.num_objects),
         gone_(recipes.num_objects, 0), is_dropped_(recipes.num_objects, 0), is_brief_(recipes.num_objects, 0),
         dropped_at_(length) {
     r_.expanded.clear();

@@ -1,6 +1,6 @@
 // The planner's inner loop: evictions between two uses, the times of transfers, and the time of a step.
-// `_sequence.py` documents the functions and owns all memory; nothing here outlives a call except the
-// problem itself.
+// `_sequence.py` documents the functions and owns all arrays; nothing here outlives a call except the
+// problem, sequences and expanders themselves.
 //
 // An object is a storage. Between two uses of an object lies a hole; an evicted hole is one in which
 // the object is not on the device. Positions are those of the sequence of operators; steps repeat, so
@@ -24,18 +24,19 @@ using i64 = std::int64_t;
 enum Access : std::uint8_t { kRead = 0, kWrite = 1, kCreate = 2 };
 enum ObjectFlags : std::uint8_t { kPersistent = 1, kInput = 2, kKept = 4 };
 
+// Arrays of the `Problem` in Python, which outlives this one.
 struct Problem {
   i32 num_operators, num_objects;
-  std::vector<double> seconds;          // of each operator
-  std::vector<i64> bytes;               // of each object
-  std::vector<std::uint8_t> flags;      // of each object
-  std::vector<i32> first_access;        // CSR over operators
-  std::vector<i32> access_object;
-  std::vector<std::uint8_t> access_kind;
-  std::vector<i32> first_reuse;         // CSR over operators: (operand, result) in one place
-  std::vector<i32> reuse_from, reuse_by;
-  std::vector<i32> first_predecessor;   // CSR over operators
-  std::vector<i32> predecessors;
+  const double* seconds;       // of each operator
+  const i64* bytes;            // of each object
+  const std::uint8_t* flags;   // of each object
+  const i32* first_access;     // CSR over operators
+  const i32* access_object;
+  const std::uint8_t* access_kind;
+  const i32* first_reuse;      // CSR over operators: (operand, result) in one place
+  const i32 *reuse_from, *reuse_by;
+  const i32* first_predecessor;  // CSR over operators
+  const i32* predecessors;
 };
 
 // Range maximum under range addition.
@@ -135,7 +136,7 @@ struct Sequence {
       first_hole.push_back(static_cast<i32>(holes.size()));
     }
     for (i32 position = 0; position < n; ++position) note_reuse(position);
-    base = live(p.bytes.data());
+    base = live(p.bytes);
   }
 
   // Weights of the live objects by position if nothing is evicted; in-place reuse adds none.
@@ -214,11 +215,11 @@ struct Sequence {
   }
 };
 
-void span(const Sequence& s, const Hole& hole, i32& first, i32& last, i32& wrapped) {
-  // The positions in which the hole's object is not used: [first, last) and [0, wrapped).
-  first = hole.start + 1;
-  last = std::min(hole.end, s.length);
-  wrapped = std::max(0, hole.end - s.length);
+// The positions in which a hole's object is not used: [first, last) and [0, wrapped).
+struct Span { i32 first, last, wrapped; };
+
+Span span(const Sequence& s, const Hole& hole) {
+  return {hole.start + 1, std::min(hole.end, s.length), std::max(0, hole.end - s.length)};
 }
 
 // Changes of bytes over spans of positions, added up at once.
@@ -226,8 +227,7 @@ class Changes {
  public:
   explicit Changes(i32 num_positions) : change_(num_positions + 1, 0) {}
   void add(const Sequence& s, const Hole& hole, i64 amount) {
-    i32 first, last, wrapped;
-    span(s, hole, first, last, wrapped);
+    const auto [first, last, wrapped] = span(s, hole);
     change_[first] += amount;
     change_[last] -= amount;
     if (!wrapped) return;
@@ -249,21 +249,18 @@ class Changes {
 };
 
 void add_span(RangeMax& live, const Sequence& s, const Hole& hole, i64 amount) {
-  i32 first, last, wrapped;
-  span(s, hole, first, last, wrapped);
+  const auto [first, last, wrapped] = span(s, hole);
   live.add(first, last, amount);
   live.add(0, wrapped, amount);
 }
 
 i64 max_span(const RangeMax& live, const Sequence& s, const Hole& hole) {
-  i32 first, last, wrapped;
-  span(s, hole, first, last, wrapped);
+  const auto [first, last, wrapped] = span(s, hole);
   return std::max(live.max(first, last), live.max(0, wrapped));
 }
 
 bool is_empty(const Sequence& s, const Hole& hole) {
-  i32 first, last, wrapped;
-  span(s, hole, first, last, wrapped);
+  const auto [first, last, wrapped] = span(s, hole);
   return first >= last && wrapped == 0;
 }
 
