@@ -24,8 +24,8 @@ from _planned import (
     trainee,
 )
 from penstock.codegen import _cache
-from penstock.executor.run import refinement
-from penstock.executor.run.refinement import Refinement
+from penstock.executor.run import planning
+from penstock.executor.run.planning import Refinement
 from penstock.memory import FileStore, Link, Tier
 from penstock.planner import Plan, as_measured, refine
 
@@ -69,7 +69,7 @@ def with_other_times(plan: Plan, graph, report, held_bytes) -> Plan:
     """Another plan in the same memory, as its operators take unlike times."""
     times = [s and s * (1 + i % 7) for i, s in enumerate(report.operator_seconds)]
     report = dataclasses.replace(report, operator_seconds=tuple(times))
-    budget = refinement._budget_within(plan.budget, report.workspace_bytes, held_bytes)
+    budget = planning._budget_within(plan.budget, report.workspace_bytes, held_bytes)
     return refine(dataclasses.replace(plan, budget=budget, seed=9), report, graph, time_limit=0.5)
 
 
@@ -241,7 +241,7 @@ def _with_links(said, share):
 
 
 def test_a_plan_that_proved_faster_is_the_one_of_the_next_process(monkeypatch):
-    monkeypatch.setattr(refinement, "_MIN_SLOWDOWN", 0.0)
+    monkeypatch.setattr(planning, "_MIN_SLOWDOWN", 0.0)
     monkeypatch.setattr(Refinement, "_find_better", lambda _, *given: with_other_times(*given))
     chosen = []
     for _ in range(2):

@@ -1,7 +1,6 @@
 """Plans that run exactly as planned: one arena, planned addresses, planned transfers."""
 
-from penstock.executor._fit import bind, fit
-from penstock.executor._planned_step import PlannedStep
+from penstock.executor._fit import PlannedStep, bind, fit
 from penstock.executor.run.distributed import average_gradients
 from penstock.executor.run.report import ExecutionReport
 from penstock.executor.state.safetensors import save_safetensors

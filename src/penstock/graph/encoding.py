@@ -60,20 +60,11 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def encode_constant(value: object) -> Mapping[str, Any] | None:
-    """Return the plain form of an argument that is no number, string or tensor.
-
-    Returns:
-        A mapping with one key; None if the value is something else.
-    """
-    if isinstance(value, torch.dtype):
-        return {"dtype": dtype_name(value)}
+    """Return an argument that JSON has no word for as a mapping with one key; None for others."""
     if isinstance(value, torch.device):
         return {"device": value.type}
-    if isinstance(value, torch.layout):
-        return {"layout": str(value)[6:]}
-    if isinstance(value, torch.memory_format):
-        return {"memory_format": str(value)[6:]}
-    return None
+    is_named = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
+    return {type(value).__name__: str(value).removeprefix("torch.")} if is_named else None
 
 
 def encode_bytes(tensor: torch.Tensor) -> Mapping[str, Any]:
@@ -85,16 +76,10 @@ def encode_bytes(tensor: torch.Tensor) -> Mapping[str, Any]:
 def decode(
     value: Any, device: torch.device, tensor: Callable[[TensorView], Any], scalar: Callable
 ) -> Any:
-    """Return an argument of an operator in the form in which torch takes it.
+    """Return an argument of an `Operator` as torch takes it, with tuples as lists.
 
-    Args:
-        value: An argument of an `Operator`.
-        device: The device that takes the place of the graph's device in this run.
-        tensor: Returns the tensor of a view.
-        scalar: Returns the number of an expression.
-
-    Returns:
-        The argument, with tuples as lists.
+    `device` takes the place of the graph's device, `tensor` returns the tensor of a view, and
+    `scalar` the number of an expression.
     """
     if isinstance(value, TensorView):
         return tensor(value)
@@ -126,11 +111,7 @@ def decode_arguments(
 
 
 def make(target: str, args: list[Any], view: TensorView, device: torch.device) -> torch.Tensor:
-    """Run `EMPTY`, `FULL` or `CONSTANT`.
-
-    Returns:
-        A new tensor with the view's dtype, shape and strides.
-    """
+    """Run `EMPTY`, `FULL` or `CONSTANT`: make a tensor with the form of a view."""
     dtype = dtype_from_name(view.dtype)
     made = torch.empty_strided(view.shape, view.stride, dtype=dtype, device=device)
     if target == FULL:
@@ -194,9 +175,6 @@ def evaluate(expression: Expression, read: Callable[[TensorView], float | int]) 
     Args:
         expression: The content of a mapping `{"scalar": ...}` among the arguments of an operator.
         read: Returns the number of a 0-dimensional view.
-
-    Returns:
-        The number.
     """
     if isinstance(expression, TensorView):
         return read(expression)

@@ -40,12 +40,6 @@ def make_executable(graph: StepGraph) -> StepGraph:
     a budget holds for all that a step allocates. No parameter is updated before the loss is known,
     so that a step whose loss is NaN can be undone. And storages take whole multiples of 64 bytes
     (512 on a GPU), so that addresses are such as torch gives, however small the step is.
-
-    Args:
-        graph: A captured step.
-
-    Returns:
-        The same operators and values.
     """
     loss = None if graph.loss is None else graph.producers[graph.loss.value]
     operators = []
@@ -121,10 +115,8 @@ def _dense_strides(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 @functools.cache
 def out_variant(target: str) -> tuple[str, tuple[str, ...]] | None:
-    """Return the operator that writes the same results to given memory; None if there is none.
-
-    Returns:
-        Its target, and the names of the arguments that take the results.
+    """Return the operator that writes the same results to given memory, and the names of its
+    arguments that take them; None if there is none.
     """
     function = resolve(target)
     if _sums_in_result(function):
@@ -133,10 +125,9 @@ def out_variant(target: str) -> tuple[str, tuple[str, ...]] | None:
     packet = function._overloadpacket
     for name in packet.overloads():
         variant = getattr(packet, name)
-        outs = [each for each in variant._schema.arguments if each.is_out]
-        rest = [
-            (each.name, str(each.type)) for each in variant._schema.arguments if not each.is_out
-        ]
+        arguments = variant._schema.arguments
+        outs = [each for each in arguments if each.is_out]
+        rest = [(each.name, str(each.type)) for each in arguments if not each.is_out]
         if (
             outs
             and rest == wanted

@@ -294,7 +294,12 @@ class StepGraph:
         These are the operators that make the values it needs, those that need a value which it
         ends, and `after`.
         """
-        return tuple(tuple(_predecessors(self, index)) for index in range(len(self.operators)))
+        predecessors = []
+        for index, operator in enumerate(self.operators):
+            found = {*operator.after, *(self.producers[value] for value in operator.needs)}
+            found.update(*(self.consumers[old] for old, _ in operator.mutates))
+            predecessors.append(tuple(sorted(found - {index, None})))
+        return tuple(predecessors)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -394,14 +399,6 @@ class StepGraph:
                 "again"
             ) from error
         return cls.from_dict(plain)
-
-
-def _predecessors(graph: StepGraph, index: int) -> list[int]:
-    operator = graph.operators[index]
-    found = {*operator.after}
-    found |= {each for value in operator.needs if (each := graph.producers[value]) is not None}
-    found |= {reader for old, _ in operator.mutates for reader in graph.consumers[old]}
-    return sorted(found - {index})
 
 
 def _validate(graph: StepGraph) -> None:

@@ -61,7 +61,6 @@ class CudaDevice(Device):
             caller.wait_stream(self._stream)
 
     def _use_pool(self) -> None:
-        """Allocate from the pool until `_pool_use` is closed."""
         self._pool_use.enter_context(torch.cuda.use_mem_pool(self._pool, self.device))
 
     def allocate_arena(self, num_bytes: int) -> torch.Tensor:
@@ -154,7 +153,7 @@ class CudaDevice(Device):
                     arrived.append(buffers.fill(number + 1, parts[number + 1]))
                 arrived[number].synchronize()
                 address = buffers.buffer_of(number).data_ptr()
-                write(offset + number * _BUFFER_BYTES, address, part.numel())
+                write(address, part.numel(), offset + number * _BUFFER_BYTES)
 
         return move
 
@@ -171,7 +170,7 @@ class CudaDevice(Device):
                 if number >= 2:
                     departed[number - 2].synchronize()
                 address = buffers.buffer_of(number).data_ptr()
-                read(offset + number * _BUFFER_BYTES, address, part.numel())
+                read(address, part.numel(), offset + number * _BUFFER_BYTES)
                 departed.append(buffers.empty(number, part))
             departed[-1].synchronize()
 
@@ -245,7 +244,6 @@ class _Recording:
 
 
 def _record_time() -> torch.cuda.Event:
-    """Record an event that keeps the time on the computing stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -22,7 +22,7 @@ Mark = Any
 """A moment of the computation, in the device's own representation."""
 
 FileAccess = Callable[[int, int, int], None]
-"""Reads or writes bytes of a file: `access(offset, address, num_bytes)`."""
+"""Reads or writes bytes of a file: `access(address, num_bytes, offset)`."""
 
 
 class Device:
@@ -88,12 +88,12 @@ class Device:
     ) -> Callable[[], None]:
         """Return a function that writes bytes to a file."""
         address, num_bytes = source.data_ptr(), source.numel()
-        return lambda: write(offset, address, num_bytes)
+        return lambda: write(address, num_bytes, offset)
 
     def make_read(self, read: FileAccess, offset: int, target: torch.Tensor) -> Callable[[], None]:
         """Return a function that reads bytes from a file."""
         address, num_bytes = target.data_ptr(), target.numel()
-        return lambda: read(offset, address, num_bytes)
+        return lambda: read(address, num_bytes, offset)
 
     def get_random_state(self) -> torch.Tensor:
         """Return the state of the generator that operators draw from."""

@@ -8,6 +8,8 @@ their own.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import mmap
 import os
 import weakref
@@ -24,32 +26,19 @@ from penstock.memory.pages import DIRECT_IO_BYTES, PAGE_BYTES
 from penstock.planner import Plan
 
 
+@dataclasses.dataclass(eq=False)
 class TierBlock:
-    """Bytes of one tier, addressed by offset.
+    """Bytes of one tier, addressed by offset."""
 
-    Attributes:
-        tier: The tier.
-        tensor: All of it, as a tensor of bytes. Of a file it is a mapping, for reads and writes of
-            the user between steps; transfers bypass it.
-        num_bytes: Its length.
-    """
-
-    def __init__(self, tier: Tier, tensor: torch.Tensor, num_bytes: int) -> None:
-        self.tier = tier
-        self.tensor = tensor
-        self.num_bytes = num_bytes
+    tier: Tier
+    tensor: torch.Tensor
+    """All of it, as a tensor of bytes. Of a file it is a mapping, for reads and writes of the user
+    between steps; transfers bypass it."""
+    num_bytes: int
 
     def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return the bytes `[offset, offset + num_bytes)`, not a copy."""
         return self.tensor[offset : offset + num_bytes]
-
-    def storage_at(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return the same bytes as a storage of their own.
-
-        `torch.save` writes a tensor's whole storage, so the user's tensors must not share that of
-        the block.
-        """
-        return torch.from_dlpack(self.bytes_at(offset, num_bytes))
 
     def close(self) -> None:
         """Release the block's resources; tensors that view it stay valid."""
@@ -90,16 +79,10 @@ class FileBlock(TierBlock):
         except BaseException:
             self.file.close()
             raise
+        self.write = functools.partial(self.file.write, self.extent)
+        self.read = functools.partial(self.file.read, self.extent)
         tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
         super().__init__(Tier.FILE, tensor, num_bytes)
-
-    def write(self, offset: int, address: int, num_bytes: int) -> None:
-        """Write memory to the file."""
-        self.file.write(self.extent, address, num_bytes, offset)
-
-    def read(self, offset: int, address: int, num_bytes: int) -> None:
-        """Read from the file into memory."""
-        self.file.read(self.extent, address, num_bytes, offset)
 
     def evict_pages(self, offset: int, num_bytes: int) -> None:
         """Write pages of the mapping to the file, and take them out of memory."""
@@ -181,10 +164,8 @@ class SharedBlocks:
         return self._undo_blocks[-1].tensor[:num_bytes]
 
     def close(self, after: SharedBlocks | None = None) -> None:
-        """Release host memory and file; tensors that view the memory stay valid.
-
-        Args:
-            after: Memory of plans that have taken over; blocks of both stay.
+        """Release host memory and file, but for blocks of `after`, which has taken over; tensors
+        that view the memory stay valid.
         """
         for block in self._undo_blocks:
             block.close()
@@ -280,7 +261,7 @@ class PlanMemory:
         offset = self.index.find_operand(view.value, position)
         if isolated:
             return _make_view(self._storage_at(Tier.DEVICE, offset, view.value), 0, view)
-        key = (Tier.DEVICE, offset, *view[1:])
+        key = (offset, *view[1:])
         if key not in self._views:
             self._views[key] = _make_view(self.arena.tensor, offset, view)
         return self._views[key]
@@ -291,11 +272,7 @@ class PlanMemory:
             return self.view_unplanned(view)
         # In a storage of its own: an operator that needs a larger place than planned must fail.
         offset = self.index.find_destination(view.value, Tier.DEVICE, position)
-        key = ("result", offset, *view[1:])
-        if key not in self._views:
-            storage = self._storage_at(Tier.DEVICE, offset, view.value)
-            self._views[key] = _make_view(storage, 0, view)
-        return self._views[key]
+        return _make_view(self._storage_at(Tier.DEVICE, offset, view.value), 0, view)
 
     def view_unplanned(self, view: TensorView) -> torch.Tensor:
         """Return a view of a value of no planned bytes."""
@@ -309,11 +286,13 @@ class PlanMemory:
         return _make_view(memory, 0, view)
 
     def _storage_at(self, tier: Tier, offset: int, value: int) -> torch.Tensor:
-        """Return the bytes of a value at an offset, as a storage of their own."""
-        num_bytes = self.graph.num_bytes(value)
-        key = (tier, offset, num_bytes)
+        """Return the bytes of a value at an offset, as a storage of their own.
+
+        `torch.save` writes a tensor's whole storage, which must not be the block's.
+        """
+        key = (tier, offset, self.graph.num_bytes(value))
         if key not in self._storages:
-            self._storages[key] = self.block_of(tier).storage_at(offset, num_bytes)
+            self._storages[key] = torch.from_dlpack(self.block_of(tier).bytes_at(*key[1:]))
         return self._storages[key]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
@@ -47,11 +47,7 @@ class ResidencyInterval(NamedTuple):
 
 
 class ResidencyIndex:
-    """The residency intervals of a plan that `check` accepts.
-
-    Attributes:
-        intervals: By value.
-    """
+    """The residency `intervals`, by value, of a plan that `check` accepts."""
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self._graph = graph
@@ -151,7 +147,7 @@ def lay_out_copies(graph: StepGraph, plan: Plan, others: Sequence[Layout] = ()) 
     layout = Layout({}, {Tier.DEVICE: plan.arena_bytes}, {})
     for tier, alignment in _ALIGNMENT_BYTES.items():
         known = {name: offset for other in others for name, offset in other.homes[tier].items()}
-        groups = list(_group_copies(graph, plan, tier))
+        groups = _group_copies(graph, plan, tier)
         names = [_name_home(graph, plan, group) for group in groups]
         buffers = _fix_homes([_buffer_of(plan, each, alignment) for each in groups], names, known)
         packing = pack(buffers, None, _PACK_SECONDS, 0)
@@ -188,10 +184,8 @@ def _fix_homes(
     return fixed
 
 
-def _group_copies(graph: StepGraph, plan: Plan, tier: Tier) -> Iterator[list[int]]:
-    """Group the copies that share a place: one that begins the step, and those of its storage that
-    end it.
-    """
+def _group_copies(graph: StepGraph, plan: Plan, tier: Tier) -> list[list[int]]:
+    """Group one copy that begins the step with those of its storage that end it: one place."""
     num_positions = len(plan.order)
     written = {
         (transfer.value, transfer.start)
@@ -200,7 +194,7 @@ def _group_copies(graph: StepGraph, plan: Plan, tier: Tier) -> Iterator[list[int
     }
     begins: dict[int, int] = {}  # by storage
     ends: defaultdict[int, list[int]] = defaultdict(list)
-    singles = []
+    groups = []
     for index, copy in enumerate(plan.copies):
         if copy.tier is not tier:
             continue
@@ -211,12 +205,9 @@ def _group_copies(graph: StepGraph, plan: Plan, tier: Tier) -> Iterator[list[int
         elif storage.persistent and copy.value == storage.final and copy.end == num_positions:
             ends[graph.storage_of_value[copy.value]].append(index)
         else:
-            singles.append(index)
-    yield from ([index] for index in singles)
-    for number, index in begins.items():
-        yield [index, *ends.pop(number, [])]
-    for rest in ends.values():
-        yield from ([index] for index in rest)
+            groups.append([index])
+    groups += [[index, *ends.pop(number, [])] for number, index in begins.items()]
+    return groups + [[index] for rest in ends.values() for index in rest]
 
 
 def _buffer_of(plan: Plan, group: list[int], alignment: int) -> Buffer:

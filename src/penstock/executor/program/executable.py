@@ -8,12 +8,12 @@ operators become one call on a device that records and replays them, as CUDA gra
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ from penstock.executor.program.operators import (
 )
 from penstock.executor.program.scalars import Scalars, has_scalars
 from penstock.graph import Kind, Operator, Phase
-from penstock.graph.encoding import CONSTANT, GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode
+from penstock.graph.encoding import CONSTANT, GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode_arguments
 from penstock.memory import Link, Tier
 from penstock.planner import Plan
 
@@ -98,12 +98,8 @@ def compile_plan(
 ) -> Executable:
     """Compile a plan to the calls of one step.
 
-    Args:
-        memory: The plan's memory.
-        links: Its links.
-        scalars: Numbers of the step.
-        after_leaving: Yields further calls at a position, once the values that end there have left.
-        before_operator: Yields further calls just before the operator at a position.
+    Further calls at a position come from `after_leaving`, once the values that end there have left,
+    and from `before_operator`.
     """
     compiler = _Compiler(memory, scalars)
     transfers = _compile_transfers(memory.plan, links)
@@ -163,9 +159,7 @@ class _Compiler:
         self._graph = graph
         self._memory = memory
         self._scalars = scalars
-        self._num_runs: dict[int, int] = defaultdict(int)
-        for index in memory.plan.order:
-            self._num_runs[index] += 1
+        self._num_runs = Counter(memory.plan.order)
         self._seen: set[int] = set()
         captured = graph.captured
         self._outside: Mapping[str, torch.Tensor] = {} if captured is None else captured.outside
@@ -179,19 +173,24 @@ class _Compiler:
         operator = self._graph.operators[index]
         again = index in self._seen
         self._seen.add(index)
-        target, args, kwargs = operator.target, operator.args, operator.kwargs
         if again and operator.recompute_target is not None:
             assert operator.recompute_args is not None
-            target, args, kwargs = operator.recompute_target, operator.recompute_args, {}
+            operator = dataclasses.replace(
+                operator,
+                target=operator.recompute_target,
+                args=operator.recompute_args,
+                kwargs={},
+            )
+        target = operator.target
         slot = self._scalars.slot_of(operator.creates[0]) if target == SCALAR else None
-        bindings = self._bind_arguments(operator, target, args, kwargs, position)
+        bindings = self._bind_arguments(operator, position)
         is_live = has_scalars((bindings.args, bindings.kwargs))
         outside = self._outside.get(operator.name) if target == CONSTANT else None
         if outside is not None:
             place = bindings.results[0]
             call = lambda: place.copy_(outside.detach())  # noqa: E731 (as it is then)
         else:
-            call = make_call(operator, target, bindings, self._scalars, slot)
+            call = make_call(operator, bindings, self._scalars, slot)
         if call is None:
             return
         if operator.random and (again or self._num_runs[index] > 1):
@@ -207,44 +206,30 @@ class _Compiler:
             is_plain=not (is_live or target in _IMPURE),
         )
 
-    def _bind_arguments(
-        self,
-        operator: Operator,
-        target: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        position: int,
-    ) -> Bindings:
+    def _bind_arguments(self, operator: Operator, position: int) -> Bindings:
         """Return arguments and results as tensors in their places, and scalar expressions."""
-        isolated = reads_storages(target)
+        isolated = reads_storages(operator.target)
         memory, scalars = self._memory, self._scalars
-
-        def bind(value: Any) -> Any:
-            return decode(
-                value,
-                memory.device,
-                lambda view: memory.view_operand(view, position, isolated=isolated),
-                lambda expression: scalars.compile_expression(
-                    expression, lambda view: memory.view_operand(view, position)
-                ),
-            )
-
         results = {
             index: memory.view_result(view, position)
             for index, view in enumerate(operator.outputs)
-            if view is not None and view.value in operator.creates and target != SCALAR
+            if view is not None and view.value in operator.creates and operator.target != SCALAR
         }
-        bound = [bind(value) for value in args]
-        return Bindings(bound, {name: bind(value) for name, value in kwargs.items()}, results)
+        args, kwargs = decode_arguments(
+            operator,
+            memory.device,
+            lambda view: memory.view_operand(view, position, isolated=isolated),
+            lambda expression: scalars.compile_expression(
+                expression, lambda view: memory.view_operand(view, position)
+            ),
+        )
+        return Bindings(args, kwargs, results)
 
 
 class Segments:
     """An executable in which each segment of plain operators is one call.
 
     A segment is recorded the first time that it is called; if that fails it runs call by call.
-
-    Attributes:
-        calls: The calls in their order.
     """
 
     def __init__(self, executable: Executable, device: Device) -> None:
@@ -278,16 +263,11 @@ class Segments:
 
 
 class _CallSegment:
-    """Consecutive operators.
-
-    Attributes:
-        at: The index of the last call, while they are called one by one.
-        is_recorded: Whether they are replayed.
-    """
+    """Consecutive operators."""
 
     def __init__(self, calls: Sequence[Call], device: Device) -> None:
         self.calls = calls
-        self.at = 0
+        self.at = 0  # the last call, while they are called one by one
         self._device = device
         self._replay: Call | None = None
         self.is_recorded = False

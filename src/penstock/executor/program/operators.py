@@ -52,30 +52,21 @@ def reads_storages(target: str) -> bool:
 
 
 class Bindings(NamedTuple):
-    """The arguments and results of an operator at one position, as tensors in their places.
-
-    Attributes:
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        results: Places of the results that it makes in memory of their own, by output.
-    """
+    """The arguments and results of an operator at one position, as tensors in their places."""
 
     args: list[Any]
     kwargs: dict[str, Any]
-    results: dict[int, torch.Tensor]
+    results: dict[int, torch.Tensor]  # by output; only those in memory of their own
 
 
 def make_call(
-    operator: Operator,
-    target: str,
-    bindings: Bindings,
-    scalars: Scalars,
-    scalar_slot: int | None,
+    operator: Operator, bindings: Bindings, scalars: Scalars, scalar_slot: int | None
 ) -> Call | None:
-    """Return a call that runs an operator by its target, or by that of its recomputation; None if
-    there is nothing to do. A `SCALAR` operator writes to `scalar_slot`.
+    """Return a call that runs an operator; None if there is nothing to do. A `SCALAR` operator
+    writes to `scalar_slot`.
     """
     args, kwargs, results = bindings
+    target = operator.target
     if target in OWN_TARGETS and target != FULL:
         return _make_own_call(target, args, results, scalars.numbers, scalar_slot)
     if target == FULL:

@@ -35,31 +35,25 @@ class ScalarExpression:
 
 
 class Scalars:
-    """The scalars of a step.
-
-    Attributes:
-        numbers: The numbers of the current step, by slot.
-    """
+    """The scalars of a step."""
 
     def __init__(self) -> None:
         self._slot_of_value: dict[int, int] = {}
-        self._slot_of_input: dict[int, int] = {}  # by value; of numbers that the caller gives
-        self.numbers: list[Any] = []
+        self.numbers: list[Any] = []  # of the current step, by slot
         self._constants: list[Any] = []
 
     def slot_of(self, value: int) -> int:
-        """Return the slot of a value's number, for numbers that no tensor has."""
-        if value not in self._slot_of_input:
-            self._slot_of_input[value] = len(self.numbers)
+        """Return the slot of a value's number."""
+        if value not in self._slot_of_value:
+            self._slot_of_value[value] = len(self.numbers)
             self.numbers.append(None)
-        return self._slot_of_input[value]
+        return self._slot_of_value[value]
 
     def assign(self, numbers: Mapping[int, float]) -> None:
         """Set the numbers that the caller gives for a step, by value."""
         for value, number in numbers.items():
-            slot = self._slot_of_input.get(value)
-            if slot is not None:
-                self.numbers[slot] = number
+            if value in self._slot_of_value:
+                self.numbers[self._slot_of_value[value]] = number
 
     def compile_expression(
         self, expression: Any, tensor: Callable[[TensorView], torch.Tensor]
@@ -103,7 +97,9 @@ class Scalars:
 
     def _format(self, expression: Any, reads: list[tuple[int, TensorView]]) -> str:
         if isinstance(expression, TensorView):
-            return f"N[{self._slot_of_view(expression, reads)}]"
+            if expression.value not in self._slot_of_value:  # a tensor has the number
+                reads.append((self.slot_of(expression.value), expression))
+            return f"N[{self.slot_of(expression.value)}]"
         if isinstance(expression, tuple):
             name, *operands = expression
             sources = [self._format(operand, reads) for operand in operands]
@@ -113,15 +109,6 @@ class Scalars:
             return f"({_FUNCTIONS[name]}({', '.join(sources)}))"
         self._constants.append(expression)
         return f"C[{len(self._constants) - 1}]"
-
-    def _slot_of_view(self, view: TensorView, reads: list[tuple[int, TensorView]]) -> int:
-        if view.value in self._slot_of_input:
-            return self._slot_of_input[view.value]
-        if view.value not in self._slot_of_value:
-            self._slot_of_value[view.value] = len(self.numbers)
-            self.numbers.append(None)
-            reads.append((self._slot_of_value[view.value], view))
-        return self._slot_of_value[view.value]
 
 
 def has_scalars(arguments: Any) -> bool:

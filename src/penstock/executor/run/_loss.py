@@ -24,7 +24,8 @@ class LossCheck:
 
     def __init__(self, memory: PlanMemory, commit: int) -> None:
         self._device = memory.blocks.device
-        self.place = _find_last_place(memory)
+        view = memory.graph.loss
+        self.place = None if view is None else memory.view_operand(view, len(memory.plan.order) - 1)
         self.expected: torch.Tensor | None = None
         self.num_steps = 0
         self._early = _find_early_place(memory, commit)
@@ -82,35 +83,19 @@ def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return float(first).hex() == float(second).hex()
 
 
-def _find_last_place(memory: PlanMemory) -> torch.Tensor | None:
-    """Return a view of the loss at the end of a step."""
-    graph, last = memory.graph, len(memory.plan.order) - 1
-    view = graph.loss
-    if view is None:
-        return None
-    if graph.num_bytes(view.value) and graph.producers[view.value] is not None:
-        for interval in memory.index.intervals[view.value]:
-            if interval.tier is Tier.DEVICE and interval.end == last + 1:
-                return memory.view_in(interval, view)
-    return memory.view_operand(view, last)
-
-
 def _find_early_place(memory: PlanMemory, commit: int) -> tuple[int, int, torch.Tensor] | None:
-    """Return the boundary after the loss's operator, the last one before the update, and the
-    operator's result; None if the update precedes it.
-    """
+    """Return the boundaries after the loss's operator and before the update, and its result."""
     view = memory.graph.loss
     if view is None or not memory.graph.num_bytes(view.value):
         return None
     checked = min(commit, len(memory.plan.order) - 1)
-    found = [
-        (interval.start + 1, interval)
+    made = [
+        interval
         for interval in memory.index.intervals[view.value]
-        if interval.tier is Tier.DEVICE
-        and interval.transfer is None
-        and 0 <= interval.start < checked
+        if interval.tier is Tier.DEVICE and interval.transfer is None
+        if 0 <= interval.start < checked
     ]
-    if not found:
-        return None
-    computed, interval = min(found, key=lambda each: each[0])
-    return computed, checked, memory.view_in(interval, view)
+    if not made:
+        return None  # the update precedes it
+    first = min(made, key=lambda each: each.start)
+    return first.start + 1, checked, memory.view_in(first, view)

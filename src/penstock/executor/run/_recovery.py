@@ -8,6 +8,8 @@ it, or between the two; then the error names it.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -21,7 +23,6 @@ from penstock.executor.state.binding import StateBinding
 from penstock.graph import Phase
 from penstock.graph.encoding import resolve
 from penstock.memory import Link
-from penstock.planner import Plan
 
 _SMALL_BYTES = 4 * 2**20  # of running statistics; more goes below the device
 
@@ -44,7 +45,8 @@ class StepRecovery:
         self._state = state
         self._links = links
         self.commit = self._find_commit()
-        self._number_on_link = _number_transfers(memory.plan)
+        counters: defaultdict[Link, Iterator[int]] = defaultdict(itertools.count)
+        self._number_on_link = [next(counters[each.link]) for each in memory.plan.transfers]
         self._values: dict[int, list[int]] = {index: [] for index in state.places}
         for value, storage in enumerate(self._graph.storage_of_value):
             if storage in self._values:
@@ -193,13 +195,3 @@ class StepRecovery:
             if done and max(done) >= self.commit:
                 names += self._state.names_of(storage)
         return names
-
-
-def _number_transfers(plan: Plan) -> list[int]:
-    """Return for each transfer the number of those before it on its link."""
-    counts: dict[Link, int] = {}
-    numbers = []
-    for transfer in plan.transfers:
-        numbers.append(counts.get(transfer.link, 0))
-        counts[transfer.link] = numbers[-1] + 1
-    return numbers

@@ -69,14 +69,7 @@ class Binder:
                 max(plan.planned_graph(graph).workspace_bytes for plan, graph in planned)
             )
             executions = [
-                Execution(
-                    each,
-                    self.program,
-                    self.optimizer,
-                    layout=layout,
-                    blocks=blocks,
-                    debug=self.debug,
-                )
+                Execution(each, self.program, self.optimizer, layout, blocks, self.debug)
                 for each, layout in zip(planned, layouts, strict=True)
             ]
         except BaseException:
@@ -86,13 +79,8 @@ class Binder:
             blocks.arena.tensor.fill_(POISON)
         return executions
 
-    def capture_for(self, plan: Plan, batch: Any) -> PlannedGraph:
-        """Capture the step that the program takes with a batch, for a plan of it."""
-        program = self.program._replace(batch=batch)
-        return PlannedGraph(plan, capture_program(program, self.optimizer))
-
-    def capture(self, batch: Any, *, is_extra: bool) -> StepGraph:
-        """Capture the step of a batch for `fit`; refuse it before the time that planning takes.
+    def capture(self, batch: Any, *, is_extra: bool = False) -> StepGraph:
+        """Capture the step of a batch; refuse it before the time that planning takes.
 
         An extra batch may have another number of micro-batches than the first one.
         """

@@ -60,7 +60,6 @@ class Execution:
         planned: PlannedGraph,
         program: StepProgram,
         optimizer: torch.optim.Optimizer,
-        *,
         layout: Layout,
         blocks: SharedBlocks,
         debug: bool,
@@ -188,9 +187,7 @@ class Execution:
         )
 
     def _prepare(self, batch: Any, shadow: Shadow) -> None:
-        """Check guards, bind the batch and copy changes; let the program itself compute the loss
-        if the step is one that is compared.
-        """
+        """Check guards, bind the batch and copy changes; if it is time, call the program itself."""
         if os.getpid() != self._process:
             raise PenstockError(
                 "this step was bound in another process, of which this one is a fork: its threads "
@@ -322,7 +319,6 @@ def _make_links(memory: PlanMemory, ledger: Ledger, debug: Debug | None) -> dict
 
 
 def _make_move(memory: PlanMemory, transfer: Transfer, debug: Debug | None) -> Callable[[], None]:
-    """Return a function that carries out a transfer."""
     value, link, num_bytes, start, _ = transfer
     if not num_bytes:
         return lambda: None

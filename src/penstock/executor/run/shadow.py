@@ -283,9 +283,7 @@ def _copy_to_device(root: nn.Module, device: torch.device) -> None:
 
 
 def _copy_layout(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Return a tensor with the strides of the captured batch, and no full mask if the graph is for
-    any mask.
-    """
+    """Return a tensor with the captured strides, and no full mask if the graph is for any mask."""
     view = graph.tensors[path]
     if path not in graph.metadata.get("full_masks", ()) and is_full_mask(tensor):
         tensor = tensor.clone()

@@ -12,12 +12,7 @@ _Range = tuple[int, int]
 
 
 class ByteMove(NamedTuple):
-    """Bytes that go from one place to another.
-
-    Attributes:
-        source: Their place, as a tensor of bytes.
-        target: Their next place, of the same length.
-    """
+    """Bytes that go from one place to another of the same length, both tensors of bytes."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -62,15 +57,10 @@ def move_in_parallel(moves: Sequence[ByteMove]) -> None:
 def _find_blocker(move: ByteMove, sources: list[_Range]) -> _Range | None:
     """Return another move's source, of sorted ones, that overlaps a move's target."""
     begin, end = _range_of(move.target)
-    at = bisect.bisect_left(sources, (begin, 0))
-    if at and sources[at - 1][1] > begin:
-        at -= 1
+    first = max(bisect.bisect_left(sources, (begin, 0)) - 1, 0)
+    last = bisect.bisect_left(sources, (end, 0))
     own = _range_of(move.source)
-    while at < len(sources) and sources[at][0] < end:
-        if sources[at] != own:
-            return sources[at]
-        at += 1
-    return None
+    return next((each for each in sources[first:last] if each[1] > begin and each != own), None)
 
 
 def _find_in_cycle(blocked: dict[_Range, ByteMove]) -> _Range:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import PenstockError
 from penstock.executor.memory.blocks import PlanMemory, copy_elements, narrow_expanded
@@ -28,10 +29,9 @@ from penstock.graph.bindings import (
     find_entries,
     find_initial_fill,
 )
-from penstock.graph.encoding import dtype_from_name
+from penstock.graph.encoding import dtype_from_name, view_memory
 from penstock.graph.fsdp.shards import ShardedModel
 from penstock.memory import Tier
-from penstock.planner import Plan
 
 _HOME_TIERS = (Tier.DEVICE, Tier.HOST, Tier.FILE)  # the preferred one first
 
@@ -81,7 +81,9 @@ class StateBinding:
         self._entries = find_entries(graph, model, loss, optimizer, self._sharded)
         self._bound: list[_BoundTensor] = []
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        self._eager_steps = _EagerSteps(optimizer)
+        self._eager_steps: list[None] = []
+        hook = _note_eager_steps(optimizer, self._eager_steps)
+        self._remove_hook = weakref.finalize(self, hook.remove)
 
     def take_over(self) -> None:
         """Move the user's tensors to their homes, from any memory: also from the places that
@@ -138,12 +140,13 @@ class StateBinding:
             self._check_home(entry)
             self._bound[index] = self._bind(entry, entry.get())
             changed.add(self._memory.storage_of(entry.view))
-        stepped = self._eager_steps.clear()
         for storage, versions in self._versions.items():
-            if stepped or any(tensor._version != version for tensor, version in versions):
+            is_old = any(tensor._version != version for tensor, version in versions)
+            if is_old or self._eager_steps:
                 if not changed:
                     wait()
                 changed.add(storage)
+        self._eager_steps.clear()
         for storage in changed:
             self.copy_home(storage)
         return changed
@@ -182,15 +185,16 @@ class StateBinding:
                 home = self._home_bytes(entry.view)
                 copy = home.to(self._memory.device if has_bytes else "cpu", copy=True)
                 fresh[storage] = copy.untyped_storage()
-            tensor.data = _view_storage(fresh[storage], entry.view, tensor)
+            memory = fresh[storage]
+            tensor.data = view_memory(memory, entry.view, memory.device)
             if flat := entry.get_flat_shard():
-                flat[0].data = _view_storage(fresh[storage], flat[1], tensor)
+                flat[0].data = view_memory(memory, flat[1], memory.device)
         self.unbind()
 
     def unbind(self) -> None:
         """Forget the user's tensors."""
         self._bound = []
-        self._eager_steps.close()
+        self._remove_hook()
 
     def record_versions(self) -> None:
         """Record the versions after a step, which are none of the user's changes."""
@@ -253,9 +257,7 @@ class StateBinding:
         return self._memory.view_in(self.places[self._memory.storage_of(view)][0], view)
 
     def _bind(self, entry: StateEntry, content: torch.Tensor | None) -> _BoundTensor:
-        """Let a tensor of the user's view its home, to which its content is copied if it is not
-        there already.
-        """
+        """Let a tensor of the user's view its home, to which its content is copied."""
         home = self._view_home(entry.view)
         tensor = entry.get()
         if tensor is None:
@@ -291,29 +293,15 @@ class StateBinding:
             )
 
 
-class _EagerSteps:
-    """Steps of an optimizer: torch counts no versions if they are fused or `foreach`."""
+def _note_eager_steps(optimizer: torch.optim.Optimizer, seen: list[None]) -> RemovableHandle:
+    """Note ordinary steps of an optimizer: torch counts no versions of fused or `foreach` ones."""
+    watched = weakref.ref(optimizer)
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._seen: list[bool] = []
-        watched, seen = weakref.ref(optimizer), self._seen
+    def note(stepper: torch.optim.Optimizer, *_: object) -> None:
+        if stepper is watched():
+            seen[:] = [None]
 
-        def note(stepper: torch.optim.Optimizer, *_: object) -> None:
-            if stepper is watched():
-                seen[:] = [True]
-
-        hook = register_optimizer_step_post_hook(note)
-        self._remove = weakref.finalize(self, hook.remove)
-
-    def clear(self) -> bool:
-        """Forget the steps so far; return whether there were any."""
-        seen = bool(self._seen)
-        self._seen.clear()
-        return seen
-
-    def close(self) -> None:
-        """Remove the hook."""
-        self._remove()
+    return register_optimizer_step_post_hook(note)
 
 
 def _materialize(tensor: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
@@ -332,34 +320,17 @@ def _materialize(tensor: torch.Tensor, home: torch.Tensor) -> torch.Tensor:
 
 
 def _sort_places(memory: PlanMemory, intervals: list[ResidencyInterval]) -> list[ResidencyInterval]:
-    """Return distinct places, the home first: one that no transfer is writing when a step begins,
-    if possible one that lasts.
-    """
+    """Return distinct places, the home first: no transfer is writing it when a step begins."""
     plan = memory.plan
-    ordered = sorted(
-        intervals,
-        key=lambda each: (
-            _arrives_later(plan, each),
-            each.end == 0,
-            _HOME_TIERS.index(each.tier),
-        ),
-    )
+
+    def rank(each: ResidencyInterval) -> tuple[bool, bool, int]:
+        end = 0 if each.transfer is None else plan.transfers[each.transfer].end
+        arrives_later = each.steps_ago > 0 and end >= len(plan.order)
+        return arrives_later, each.end == 0, _HOME_TIERS.index(each.tier)
+
+    ordered = sorted(intervals, key=rank)
     # An interval that ends a step in the place where another begins the next one is listed twice.
     first = {
         (each.tier, memory.offset_of(each.tier, each.place)): each for each in reversed(ordered)
     }
     return [each for each in ordered if each in first.values()]
-
-
-def _arrives_later(plan: Plan, interval: ResidencyInterval) -> bool:
-    """Return whether a transfer of the step before ends in the next one."""
-    if interval.transfer is None or not interval.steps_ago:
-        return False
-    return plan.transfers[interval.transfer].end >= len(plan.order)
-
-
-def _view_storage(
-    storage: torch.UntypedStorage, view: TensorView, like: torch.Tensor
-) -> torch.Tensor:
-    made = torch.empty(0, dtype=like.dtype, device=storage.device)
-    return made.set_(storage, view.offset, view.shape, view.stride)  # pyright: ignore

@@ -56,11 +56,7 @@ class Initialization:
         return bool(self._owners)
 
     def run(self, done: Callable[[torch.Tensor], None]) -> None:
-        """Initialize the tensors, once they have places.
-
-        Args:
-            done: Called with each tensor that has its numbers.
-        """
+        """Initialize the tensors, once they have places; call `done` with each that has numbers."""
         for name, owner, keys in self._owners:
             with torch.no_grad():
                 if self._files:

@@ -16,9 +16,6 @@ from penstock.memory.safetensors import SafetensorsHeader, TensorExtent, encode_
 class SafetensorsFile:
     """A file from which single tensors are read; torch has all their dtypes.
 
-    Args:
-        path: The file.
-
     Raises:
         OSError: It cannot be opened.
         ValueError: It is no safetensors file, or a damaged one.

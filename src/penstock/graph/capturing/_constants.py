@@ -7,6 +7,7 @@ the fake ones. Tensors that are neither the model's nor the batch's become const
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,49 +34,39 @@ _MAX_OUTSIDE_BYTES = 2**16  # of a tensor from outside of the step that becomes 
 
 
 class ConstantValues:
-    """Real memory of the small values that are constant."""
+    """The small values that are constant.
+
+    Attributes:
+        memory: Their real memory, with the numbers of a contiguous tensor.
+        sources: The names of tensors from outside of the step that they are computed from.
+    """
 
     def __init__(self) -> None:
-        self._memory: dict[int, torch.UntypedStorage] = {}
-        self._sources: dict[int, frozenset[str]] = {}
-
-    def __contains__(self, value: int) -> bool:
-        return value in self._memory
+        self.memory: dict[int, torch.UntypedStorage] = {}
+        self.sources: defaultdict[int, frozenset[str]] = defaultdict(frozenset)
 
     def tensor(self, view: TensorView) -> torch.Tensor:
         """Return the tensor of a view; to be called without dispatch modes."""
-        return view_memory(self._memory[view.value], view, "cpu")
-
-    def set(self, value: int, tensor: torch.Tensor) -> None:
-        """Make a value constant; the tensor is contiguous and keeps its numbers."""
-        self._memory[value] = tensor.untyped_storage()
-
-    def set_source(self, values: Iterable[int], name: str) -> None:
-        """Note that values are copies of a tensor from outside of the step, by its name."""
-        self._sources.update(dict.fromkeys(values, frozenset([name])))
-
-    def sources(self, value: int) -> frozenset[str]:
-        """Return the names of such tensors that a constant value is computed from."""
-        return self._sources.get(value, frozenset())
+        return view_memory(self.memory[view.value], view, "cpu")
 
     def propagate(self, draft: Draft, num_bytes: Callable[[int], int]) -> None:
         """Compute an operator's results, if all values that it needs are constant."""
         needed = draft.needs
-        if draft.target == EMPTY or any(value not in self._memory for value in needed):
+        if draft.target == EMPTY or any(value not in self.memory for value in needed):
             return
         if sum(map(num_bytes, draft.creates)) > _MAX_BYTES:
             return
-        sources = frozenset[str]().union(*(self._sources.get(each, ()) for each in needed))
+        sources = frozenset[str]().union(*(self.sources[each] for each in needed))
         if sources:
-            self._sources.update(dict.fromkeys(draft.makes, sources))
+            self.sources.update(dict.fromkeys(draft.makes, sources))
         with no_dispatch(), torch.no_grad():
             for old, new in draft.mutates:  # a value never changes: write into a copy
-                self._memory[new] = self._memory[old].clone()
+                self.memory[new] = self.memory[old].clone()
             results = flat_results(self._call(draft))
             for view, tensor in zip(draft.outputs, results, strict=True):
                 if view is not None and view.value in draft.creates:
                     made = torch.empty_strided(view.shape, view.stride, dtype=tensor.dtype)
-                    self._memory[view.value] = made.copy_(tensor).untyped_storage()
+                    self.memory[view.value] = made.copy_(tensor).untyped_storage()
 
     def _call(self, draft: Draft) -> Any:
         current, cpu = dict(draft.mutates), torch.device("cpu")
@@ -102,6 +93,7 @@ class OutsideTensors:
 
     Attributes:
         by_name: The tensors by the operators that make constants of them.
+        used: All that the step has used, by their identities.
         observed: Tensors whose numbers have decided the course of the step, with these numbers and
             the line, by the identities of the tensors.
     """
@@ -110,7 +102,7 @@ class OutsideTensors:
         self.by_name: dict[str, torch.Tensor] = {}
         self.observed: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
         self._replaced = {each.untyped_storage()._cdata for each in replaced}
-        self._used: dict[int, torch.Tensor] = {}
+        self.used: dict[int, torch.Tensor] = {}
         self._storages: set[int] = set()
 
     def use(self, tensor: torch.Tensor) -> None:
@@ -124,11 +116,7 @@ class OutsideTensors:
                 f"a tensor of shape {tuple(tensor.shape)} is used that views a parameter or "
                 "buffer past the model; use the model's own attribute"
             )
-        self._used[id(tensor)] = tensor
-
-    def is_used(self, tensor: object) -> bool:
-        """Return whether the step has used a tensor."""
-        return id(tensor) in self._used
+        self.used[id(tensor)] = tensor
 
     def add(self, name: str, tensor: torch.Tensor, storage: int) -> None:
         """Note the constant that a tensor has become, and the index of its storage."""

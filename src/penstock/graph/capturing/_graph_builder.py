@@ -47,11 +47,7 @@ def build_graph(
 
 
 def _inline_numbers(drafts: list[Draft]) -> dict[int, TensorView]:
-    """Map numbers that can be read where they are used, as their tensors have not changed by then.
-
-    Returns:
-        For the value of each such number the view that is read instead.
-    """
+    """Map numbers whose tensors do not change before their uses to the views to read instead."""
     last_reader: dict[int, int] = {}
     writer: dict[int, int] = {}
     for index, draft in enumerate(drafts):
@@ -128,23 +124,20 @@ class _GraphBuilder:
         self.storage_of_value = [new_storages[of[value]] for value in values]
 
     def storages(self, loss: DraftStorage) -> tuple[Storage, ...]:
-        names: set[str] = set()
-        kept = (self._table.storages[index] for index in self._kept)
-        return tuple(self._storage(each, each is loss, names) for each in kept)
-
-    def _storage(self, draft: DraftStorage, is_loss: bool, names: set[str]) -> Storage:
-        name = draft.name
-        while name in names:  # a parameter may be called as an operator is
-            name += "_"
-        names.add(name)
-        lasts = draft.kind.persistent or is_loss
-        return Storage(
-            name=name,
-            num_bytes=draft.num_bytes,
-            kind=draft.kind,
-            initial=None if draft.initial is None else self._new[draft.initial],
-            final=self._new[draft.current] if lasts else None,
-        )
+        storages: dict[str, Storage] = {}
+        for draft in (self._table.storages[index] for index in self._kept):
+            name = draft.name
+            while name in storages:  # a parameter may be called as an operator is
+                name += "_"
+            lasts = draft.kind.persistent or draft is loss
+            storages[name] = Storage(
+                name=name,
+                num_bytes=draft.num_bytes,
+                kind=draft.kind,
+                initial=None if draft.initial is None else self._new[draft.initial],
+                final=self._new[draft.current] if lasts else None,
+            )
+        return tuple(storages.values())
 
     def operators(self) -> tuple[Operator, ...]:
         random = [index for index, draft in enumerate(self._drafts) if draft.random]

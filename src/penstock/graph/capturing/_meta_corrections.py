@@ -172,9 +172,6 @@ def _separate(result: Any) -> Any:
     """
     if not isinstance(result, tuple | list):
         return result
-    tensors = [each for each in result if isinstance(each, torch.Tensor)]
-    if len({id(each) for each in tensors}) == len(tensors):
-        return result
     seen: set[int] = set()
     separate = []
     for each in result:

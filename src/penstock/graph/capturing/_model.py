@@ -90,7 +90,7 @@ def refuse_lost_changes(
     """Raise if the step has changed an attribute that planned steps would not change."""
     for module, key, then, now in before.changes():
         is_number = isinstance(then, bool | int | float) and isinstance(now, bool | int | float)
-        if (is_number and then != now) or recorder.outside.is_used(then):
+        if (is_number and then != now) or id(then) in recorder.outside.used:
             line = lines.assignments.get((id(module), key))
             raise CaptureError(
                 (f"{line}: " if line else "")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from penstock.compat.dispatch import no_dispatch
-from penstock.compat.fake_tensors import FakeTensorMode
 from penstock.errors import CaptureError
 from penstock.graph.capturing._drafts import Draft
 from penstock.graph.capturing._program_lines import error_here
@@ -23,14 +22,7 @@ _SCHEDULED = ("lr", "momentum", "weight_decay", "betas")  # numbers that schedul
 
 
 class OptimizerCopy:
-    """A copy of an optimizer that works on fake tensors; the original is not touched.
-
-    Args:
-        optimizer: A stock optimizer.
-        fakes: The parameters' fake tensors.
-        recorder: The recorder of its step.
-        names: Name of each parameter, by its identity.
-        mode: The fake tensor mode.
+    """A copy of a stock optimizer that works on fake tensors; the original is not touched.
 
     Attributes:
         tensors: Views of its state and hyper-parameters, by their names in the graph.
@@ -48,7 +40,6 @@ class OptimizerCopy:
         fakes: FakeTensors,
         recorder: Recorder,
         names: Mapping[int, str],
-        mode: FakeTensorMode,
     ) -> None:
         _check(optimizer, names)
         self.tensors: dict[str, TensorView] = {}
@@ -57,7 +48,6 @@ class OptimizerCopy:
         self._optimizer = optimizer
         self._fakes = fakes
         self._recorder = recorder
-        self._mode = mode
         self._name_of = {
             id(fakes.of(parameter, "parameter")): names[id(parameter)]
             for group in optimizer.param_groups
@@ -107,11 +97,7 @@ class OptimizerCopy:
         ]
 
     def _record_first_step(self) -> Recorder | None:
-        """Make the state that does not exist yet, as the optimizer itself makes it.
-
-        Returns:
-            The recorder of that step; None if all state is there.
-        """
+        """Let the optimizer make the state that it does not have; None if all state is there."""
         parameters = [
             parameter
             for group in self._copy.param_groups
@@ -121,6 +107,11 @@ class OptimizerCopy:
         before = {id(each): set(self._copy.state.get(each, {})) for each in parameters}
         if all(before.values()):
             return None
+        for parameter, state in list(self._copy.state.items()):
+            self._copy.state[parameter] = {
+                key: self._fakes.of(each, "optimizer.state") if torch.is_tensor(each) else each
+                for key, each in state.items()
+            }
         scratch = Recorder()
         scratch.phase = Phase.OPTIMIZER
         for parameter in parameters:
@@ -128,13 +119,7 @@ class OptimizerCopy:
             scratch.adopt(parameter.grad, "gradient", Kind.GRADIENT)
             for tensor in self._copy.state.get(parameter, {}).values():
                 if isinstance(tensor, torch.Tensor):
-                    with self._mode:
-                        _adopt_state(scratch, self._fakes.of(tensor, "state"), "state")
-        for parameter, state in list(self._copy.state.items()):
-            self._copy.state[parameter] = {
-                key: self._fakes.of(each, "optimizer.state") if torch.is_tensor(each) else each
-                for key, each in state.items()
-            }
+                    _adopt_state(scratch, tensor, "state")
         with self._recorder.pause(), scratch:
             type(self._copy).step(self._copy)
         return scratch
@@ -179,18 +164,13 @@ class OptimizerCopy:
 
         They are right if the first step, after making the state, is like every other one.
         """
-        creators = {value: draft for draft in first.drafts for value in draft.creates}
-        origins: dict[int, int] = {}  # of each storage the first value
-        for value, storage in enumerate(first.storages.storage_of_value):
-            origins.setdefault(storage, value)
+        storages = first.storages
+        of = storages.storage_of_value
+        maker_of = {of[value]: draft for draft in first.drafts for value in draft.creates}
         makers: set[str] = set()
         for name, tensor in self._made.items():
-            storages = first.storages
-            if tensor not in storages or storages.of(tensor).kind is not Kind.ACTIVATION:
-                continue
-            maker = creators.get(origins[storages.index_of(tensor)])
-            self.initial_state[name] = None if maker is None else _read_fill(maker, tensor.dtype)
-            if maker is not None:
+            if tensor in storages and (maker := maker_of.get(storages.index_of(tensor))):
+                self.initial_state[name] = _read_fill(maker, tensor.dtype)
                 makers.add(maker.name)
         rest = [draft.target for draft in first.drafts if draft.name not in makers]
         rest, steady = ([each for each in some if each != SCALAR] for some in (rest, steady))

@@ -33,16 +33,10 @@ _REMEDY = (
 class CaptureRecord:
     """A capture in the process that has made it, beside the graph.
 
-    Args:
-        recorder: The recorder, when forward, backward and `before_step` have run.
-        program: The program that has run; it is not kept.
-        is_sharded: Whether its model is sharded.
+    It is made when forward, backward and `before_step` have run; the program is not kept.
 
     Attributes:
         accumulate: The number of micro-batches; None if the batch is one.
-        has_loss: Whether there was a `loss`.
-        has_before_step: Whether there was a `before_step`.
-        is_sharded: Whether the model is sharded.
         outside: Tensors that are neither the model's nor the batch's, by the names of the operators
             that make constants of them; planned steps read them anew.
     """

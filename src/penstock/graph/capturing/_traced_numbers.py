@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -92,23 +93,15 @@ class NumberTracer:
             )
 
 
+@dataclass(eq=False, repr=False)
 class ScalarNode:
-    """A traced number, with the interface of `torch.SymFloat.node`.
+    """A traced number, with the interface of `torch.SymFloat.node`."""
 
-    Args:
-        expression: How it is calculated.
-        hint: Its value during the capture, for shape propagation, which does not depend on it.
-        tracer: Asked when the program branches on the number.
-    """
+    expression: Expression
+    hint: float | int | bool  # of the capture, for shape propagation, which does not depend on it
+    tracer: NumberTracer  # asked when the program branches on the number
 
     constant = None
-
-    def __init__(
-        self, expression: Expression, hint: float | int | bool, tracer: NumberTracer
-    ) -> None:
-        self.expression = expression
-        self.hint = hint
-        self.tracer = tracer
 
     def _wrap(self, number: float | int | bool) -> ScalarNode:
         return ScalarNode(number, number, self.tracer)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from penstock.compat.fake_tensors import FakeTensorMode
-from penstock.graph.batches import constants_in, is_full_mask, tensors_in
+from penstock.graph.batches import constants_in, is_full_mask, replace_tensors, tensors_in
 from penstock.graph.capturing._conditions import (
     isolate_capture,
     name_optimizer_in_errors,
@@ -114,18 +114,7 @@ def capture_program(program: StepProgram, optimizer: torch.optim.Optimizer) -> S
 
 
 def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepGraph:
-    """Record a step as the program takes it, without the workspace that its execution adds.
-
-    Args:
-        program: Model, batch, loss and `before_step`, as given to `capture`.
-        optimizer: A stock optimizer of the model's parameters.
-
-    Returns:
-        The step as plain data; `capture` makes it executable.
-
-    Raises:
-        CaptureError: As described at `capture`.
-    """
+    """Record a step as `capture` does, without the workspace that its execution adds."""
     model, batch, loss = program.model, program.batch, program.loss
     root = nn.ModuleDict(program.roots())
     sharded = ShardedModel(model, loss)
@@ -136,7 +125,7 @@ def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepG
     lines = ProgramLines()
     with isolate_capture(), refuse_other_draws(lines), lines.note(), mode:
         recorder, tensors = tracer.begin()
-        copy = OptimizerCopy(optimizer, tracer.fakes, recorder, parameter_names(root), mode)
+        copy = OptimizerCopy(optimizer, tracer.fakes, recorder, parameter_names(root))
         with tracer.fakes.replace_in(root) as before:
             places = InitialPlaces(root)
             with tracer.activate(recorder):
@@ -169,37 +158,32 @@ def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepG
 
 
 def verify(record: CaptureRecord, program: StepProgram, device: str) -> None:
-    """Call a program once more on fake tensors, and compare its operators with the captured ones.
+    """Call an unsharded program once more on fake tensors, and compare its operators.
 
     Args:
-        record: The `captured` of a graph that was captured in this process; of an unsharded model.
-        program: The user's program, as it was given to `capture`, with any batch of the same form;
-            without `before_step` only the operators before it are compared.
+        record: The `captured` of its graph, which was captured in this process.
+        program: The program with any batch of the same form; without `before_step` only the
+            operators before it are compared.
         device: Type of the device that the graph is for.
 
     Raises:
         CaptureError: The program does something else now; the message names the line and the
             difference.
     """
-    if not record.has_before_step or program.before_step is None:
+    if not record.has_before_step:
         program = program._replace(before_step=None)
     root = nn.ModuleDict(program.roots())
     mode = FakeTensorMode()
     fakes = FakeTensors(mode, torch.device(device), below=device != "cpu")
     tracer = _Tracer(program, root, ShardedModel(program.model, program.loss), fakes)
-    to_gradients = record.has_before_step and program.before_step is None
     with isolate_capture(), mode:
         recorder, _ = tracer.begin()  # has fake tensors made for lists and attributes, too
         with fakes.replace_in(root):
-            tracer.run_again(recorder, record, to_gradients=to_gradients)
+            tracer.run_again(recorder, record)
 
 
 class _Tracer:
-    """Calls of a program on fake tensors, each under a recorder of its own.
-
-    Attributes:
-        modules: The modules that are running.
-    """
+    """Calls of a program on fake tensors, each under a recorder of its own."""
 
     def __init__(
         self, program: StepProgram, root: nn.Module, sharded: ShardedModel, fakes: FakeTensors
@@ -214,7 +198,8 @@ class _Tracer:
         """Return a recorder with the tensors that a step begins with, and these by name."""
         recorder = Recorder(self.modules.current, self._replaced)
         tensors = adopt_model(self._root, recorder, self.fakes)
-        batch = self.fakes.in_batch(self._program.batch, "batch")
+        # Each in memory of its own: inputs that are their own labels today may be others tomorrow.
+        batch = replace_tensors(self._program.batch, "batch", self.fakes.make_separate)
         real = dict(tensors_in(self._program.batch, "batch"))
         for name, tensor in tensors_in(batch, "batch"):
             tensors[name] = recorder.adopt(tensor, name, Kind.INPUT)
@@ -239,13 +224,8 @@ class _Tracer:
         fsdp = FsdpCapture(self._sharded, self.fakes, recorder)
         return self._fake_program.run(recorder, self._root, fsdp), fsdp
 
-    def run_again(
-        self, recorder: Recorder, record: CaptureRecord, *, to_gradients: bool = False
-    ) -> None:
-        """Call the program once more, and compare its operators with those of a capture.
-
-        Raises:
-            CaptureError: It does something else.
-        """
+    def run_again(self, recorder: Recorder, record: CaptureRecord) -> None:
+        """Call the program once more, and compare its operators with those of a capture."""
+        to_gradients = record.has_before_step and self._program.before_step is None
         with record.compare(recorder, to_gradients=to_gradients), self.activate(recorder):
             self.run(recorder)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.compat.fake_tensors import FakeTensor, FakeTensorMode
 from penstock.errors import CaptureError
-from penstock.graph.batches import replace_tensors
 from penstock.graph.capturing.module_state import ModuleSnapshot, preserve_modules
 
 _KINDS_OF_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
@@ -53,15 +51,10 @@ class FakeTensors:
         return id(real) in self._of
 
     def of(self, real: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the fake tensor of a real one.
+        """Return the fake tensor of a real one, also of one on the meta device.
 
-        Args:
-            real: A dense tensor, also one on the meta device, or one of which this rank's part is
-                known. A fake tensor made here is returned as it is.
-            name: Its name in messages.
-
-        Returns:
-            The same for the same tensor; a leaf, with the real one's `requires_grad`.
+        It is the same for the same tensor, and a leaf; one that was made here stays as it is. Of a
+        tensor that ranks share it has this rank's part. `name` is for messages.
 
         Raises:
             CaptureError: It is sparse, complex, or of a class that computes otherwise.
@@ -99,15 +92,8 @@ class FakeTensors:
             base = base.view(real.dtype)
         return base.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
 
-    def in_batch(self, value: Any, name: str) -> Any:
-        """Replace the tensors of a batch, each by one in memory of its own.
-
-        Tensors that share memory today, such as inputs that are their own labels, may be others
-        tomorrow.
-        """
-        return replace_tensors(value, name, self._make_separate)
-
-    def _make_separate(self, real: torch.Tensor, name: str) -> torch.Tensor:
+    def make_separate(self, real: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a fake tensor in memory of its own, also where real ones share theirs."""
         _check_kind(real, name)
         device = self._device if real.is_meta else real.device
         with self._mode, torch.no_grad():
@@ -116,11 +102,7 @@ class FakeTensors:
 
     @contextlib.contextmanager
     def replace_in(self, root: nn.Module) -> Iterator[ModuleSnapshot]:
-        """Put the fake tensors into a model for the block, and restore it afterwards.
-
-        Yields:
-            The state of the model with the fake tensors in it.
-        """
+        """Put the fake tensors into a model for the block, which gets its state with them."""
         with preserve_modules(root):
             for module in root.modules():
                 self._replace_in(module)

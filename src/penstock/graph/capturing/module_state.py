@@ -20,11 +20,8 @@ from penstock.graph.encoding import dtype_name
 
 @contextlib.contextmanager
 def preserve_modules(root: nn.Module, *, only_tensors: bool = False) -> Iterator[None]:
-    """Restore the state of modules after the block.
-
-    Args:
-        root: The root of the modules.
-        only_tensors: Whether numbers and containers of numbers stay as the block leaves them.
+    """Restore the state of modules after the block; if `only_tensors`, numbers and containers of
+    numbers stay as the block leaves them.
     """
     before = ModuleSnapshot(root)
     try:
@@ -66,9 +63,6 @@ class ModuleSnapshot:
         Other attributes that a call has assigned stay, also tensors: a program that reads them when
         it is called again is one whose steps differ. Only where all of these are constant
         (positions that the first call has made) attributes are as before.
-
-        Args:
-            is_constant: Returns whether no data can change a fake tensor's numbers.
         """
         self._restore_registered()
         registered: set[int] = set()

@@ -93,16 +93,8 @@ class Recorder(TorchDispatchMode):
     def adopt(
         self, tensor: torch.Tensor, name: str, kind: Kind, *, on_device: bool = True
     ) -> TensorView:
-        """Add a tensor that is there before the step begins.
-
-        Args:
-            tensor: A fake tensor.
-            name: Name of its storage, if that is new.
-            kind: What it holds.
-            on_device: False for tensors that stay on the host, as an optimizer's step counts.
-
-        Returns:
-            The view; other tensors of the same storage get the same value.
+        """Add a fake tensor that is there before the step begins, `on_device` unless it stays on
+        the host, as an optimizer's step counts; other tensors of its storage get the same value.
         """
         if tensor not in self.storages:
             storage = tensor.untyped_storage()
@@ -120,8 +112,9 @@ class Recorder(TorchDispatchMode):
         """Note that a tensor of the batch is a mask that masks nothing."""
         value = self.storages.view(tensor).value
         with no_dispatch():
-            self._constants.set(value, real.detach().cpu().contiguous())
-        self._constants.set_source([value], name)
+            content = real.detach().cpu().contiguous()
+            self._constants.memory[value] = content.untyped_storage()
+        self._constants.sources[value] = frozenset([name])
         self._masks.add(name)
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
@@ -145,9 +138,9 @@ class Recorder(TorchDispatchMode):
     def _masks_of(self, tensor: torch.Tensor) -> frozenset[str] | None:
         """Return the masks that a constant is computed from; None if the tensor is no constant."""
         value = self.storages.of(tensor).current if tensor in self.storages else None
-        if value is None or value not in self._constants:
+        if value is None or value not in self._constants.memory:
             return None
-        return self._constants.sources(value) & self._masks
+        return self._constants.sources[value] & self._masks
 
     # Operators.
 
@@ -213,7 +206,7 @@ class Recorder(TorchDispatchMode):
         draft.is_outside = is_outside
         if is_outside:
             self.outside.add(draft.name, tensor, self.storages.index_of(fake))
-            self._constants.set_source(draft.creates, draft.name)
+            self._constants.sources[draft.creates[0]] = frozenset([draft.name])
         self.append(draft)
         return fake
 
@@ -375,7 +368,7 @@ class Recorder(TorchDispatchMode):
         is_decided = not masks or (masks <= self.full_masks and tensor.dtype is torch.bool)
         if masks is not None and is_decided:
             view = self.storages.view(tensor)
-            for name in self._constants.sources(view.value) - masks:
+            for name in self._constants.sources[view.value] - masks:
                 self.outside.observe(self.outside.by_name[name])
             with no_dispatch():
                 return func(self._constants.tensor(view))

@@ -44,11 +44,7 @@ class StepProgram(NamedTuple):
         return found | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
 
     def run(self, recorder: Recorder, root: nn.Module, fsdp: FsdpCapture) -> torch.Tensor:
-        """Call it with fake tensors in the model, up to the optimizer's step.
-
-        Returns:
-            The loss.
-        """
+        """Call it with fake tensors in the model, up to the optimizer's step; return the loss."""
         with fsdp.replace_hooks():
             result = self._run_batches(recorder, fsdp)
         recorder.phase = Phase.OPTIMIZER

@@ -91,11 +91,7 @@ def count_operator(
     result: Any,
     written: list[torch.Tensor],
 ) -> OperatorCounts:
-    """Count the operations and bytes of one call of an operator, which is no factory (`zeros`).
-
-    Returns:
-        The counts; the workspace as `workspace_bytes` declares it.
-    """
+    """Count the operations and bytes of one call of an operator, which is no factory (`zeros`)."""
     name = func._opname
     inputs, outputs = _tensors(args) + _tensors(tuple(kwargs.values())), _tensors(result)
     identities = {id(tensor) for tensor in written}

@@ -24,7 +24,11 @@ import torch
 from penstock.compat.autograd import below_autograd
 from penstock.graph.capturing.schemas import COLLECTIVES
 from penstock.graph.encoding import (
+    EMPTY,
+    GET_RNG_STATE,
     OWN_TARGETS,
+    SCALAR,
+    SET_RNG_STATE,
     decode_arguments,
     dtype_from_name,
     flat_results,
@@ -38,12 +42,7 @@ _logger = logging.getLogger(__name__)
 
 _SCALAR_BYTES = 64  # a number that is wrapped in a tensor is no workspace
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
-_FREE = {  # they run on the host, or are only a place
-    "penstock.empty",
-    "penstock.scalar",
-    "penstock.get_rng_state",
-    "penstock.set_rng_state",
-}
+_FREE = (EMPTY, SCALAR, GET_RNG_STATE, SET_RNG_STATE)  # they run on the host, or are only a place
 
 
 def measure(

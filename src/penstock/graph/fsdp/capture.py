@@ -335,10 +335,8 @@ class FsdpCapture:
         self._shard_readers.update(range(start, len(self._recorder.drafts)))
 
     def check(self, states: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
-        """Raise if an operator has taken this rank's part of a tensor for all of it.
-
-        Args:
-            states: Yields the fake tensors of the optimizer's state with their names.
+        """Raise if an operator has taken this rank's part of a tensor for all of it; `states`
+        yields the fake tensors of the optimizer's state with their names.
 
         Raises:
             CaptureError: An operator outside of FSDP2's modules reads a shard, or one mixes the

@@ -29,14 +29,8 @@ def local_of(tensor: Any) -> Any:
 
 
 def sharded_like(local: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Return state of an optimizer as it makes it: sharded as its parameter, if that is.
-
-    Args:
-        local: The part that this rank has; a number (shape ()) is whole.
-        parameter: The parameter whose state it is.
-
-    Returns:
-        A DTensor around `local`, or `local` itself.
+    """Return this rank's part of state as an optimizer makes it: sharded as its parameter, if that
+    is; a number (shape ()) is whole.
     """
     if not is_sharded(parameter) or local.shape != local_of(parameter).shape:
         return local
@@ -113,11 +107,7 @@ class ShardGroup:
 
 
 class ShardedModel:
-    """The shards of a model; none if it is not sharded.
-
-    Args:
-        model: The model.
-        loss: The loss, which may be a module.
+    """The shards of a model, and of a loss that is a module; none if they are not sharded.
 
     Attributes:
         groups: The parameters that each `fully_shard` has sharded.

@@ -82,9 +82,6 @@ def choose_slices(graph: StepGraph, max_bytes: int) -> SliceChoice:
     """Choose operators that run in slices, so that operators need no more than so many bytes.
 
     No operator is brought below the largest one that cannot run in slices.
-
-    Returns:
-        The choice; without forms if there is nothing to gain.
     """
     needed = needed_bytes(graph)
     if max(needed, default=0) <= max_bytes:

@@ -74,35 +74,32 @@ class SlicedView(NamedTuple):
         return math.prod(self.view.shape) * item_bytes(self.view.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SliceForm:
-    """An operator that runs in slices.
+    """An operator that runs in slices; there are no tensors among its keyword arguments.
 
     Attributes:
-        num_vectors: Vectors of the whole.
         args: Its arguments, with `SlicedView` where one call takes a slice.
-        kwargs: Its keyword arguments, in the same way.
         outputs: Its results: `SlicedView`; those of a reduction as they are.
         reduces: Whether its result is put together from the results of its slices.
     """
 
-    num_vectors: int
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
     outputs: tuple[Any, ...]
     reduces: bool = False
 
+    @property
+    def num_vectors(self) -> int:
+        """Vectors of the whole."""
+        return next(self.sliced_views()).view.shape[0]
+
     def sliced_views(self) -> Iterator[SlicedView]:
         """Yield the operands and results that are taken in slices."""
-        for item in (*self.args, *self.kwargs.values(), *self.outputs):
-            if isinstance(item, SlicedView):
-                yield item
+        return (item for item in (*self.args, *self.outputs) if isinstance(item, SlicedView))
 
     def whole_views(self) -> Iterator[TensorView]:
         """Yield the operands that every call takes whole."""
-        for item in (*self.args, *self.kwargs.values()):
-            if not isinstance(item, SlicedView):
-                yield from views_in(item)
+        return views_in([item for item in self.args if not isinstance(item, SlicedView)])
 
 
 def find_slice_form(graph: StepGraph, operator: Operator) -> SliceForm | None:
@@ -112,7 +109,7 @@ def find_slice_form(graph: StepGraph, operator: Operator) -> SliceForm | None:
     form = _find_form(operator)
     if form is None or form.num_vectors < 2:
         return None
-    views = {view.value for view in views_in((operator.args, operator.kwargs))}
+    views = {view.value for view in views_in(operator.args)}
     made = {view.value for view in operator.outputs if view is not None}
     created = {graph.storage_of_value[value] for value in operator.creates}
     plain = views == set(operator.reads) and made == set(operator.creates)
@@ -132,13 +129,7 @@ def _find_form(operator: Operator) -> SliceForm | None:
         dims = args[1] if isinstance(args[1], tuple) else ()
         last = tuple(dim % len(args[0].shape) for dim in dims) == (len(args[0].shape) - 1,)
         if vectors is not None and last and vectors.is_dense:
-            return SliceForm(
-                num_vectors=vectors.view.shape[0],
-                args=(vectors, (1,), *args[2:]),
-                kwargs=operator.kwargs,
-                outputs=operator.outputs,
-                reduces=True,
-            )
+            return SliceForm((vectors, (1,), *args[2:]), operator.outputs, reduces=True)
     return None
 
 
@@ -151,12 +142,7 @@ def _softmax_form(operator: Operator, num_tensors: int) -> SliceForm | None:
     result = _flatten(output)
     if result is None or None in operands or not result.is_dense:
         return None
-    return SliceForm(
-        num_vectors=result.view.shape[0],
-        args=(*operands, 1, *args[num_tensors + 1 :]),
-        kwargs=operator.kwargs,
-        outputs=(result,),
-    )
+    return SliceForm((*operands, 1, *args[num_tensors + 1 :]), (result,))
 
 
 def _arithmetic_form(operator: Operator) -> SliceForm | None:
@@ -177,12 +163,7 @@ def _arithmetic_form(operator: Operator) -> SliceForm | None:
             args.append(item)
         else:
             return None
-    return SliceForm(
-        num_vectors=result.view.shape[0],
-        args=tuple(args),
-        kwargs=operator.kwargs,
-        outputs=(result,),
-    )
+    return SliceForm(tuple(args), (result,))
 
 
 def _are_harmless(options: Mapping[str, Any]) -> bool:
@@ -197,9 +178,9 @@ def _are_harmless(options: Mapping[str, Any]) -> bool:
 def _loss_form(operator: Operator) -> SliceForm | None:
     """Return the form of (gradient, if backward, scores, classes, weights, reduction, ...)."""
     backward = operator.target == LOSS_BACKWARD
-    args = list(operator.args)
+    args, outputs = list(operator.args), operator.outputs
     first = int(backward)
-    scores, classes = args[first], args[first + 1]
+    scores, classes = args[first : first + 2]
     if not (isinstance(scores, TensorView) and isinstance(classes, TensorView)):
         return None
     if len(scores.shape) != 2 or len(classes.shape) != 1 or classes.dtype != "int64":
@@ -208,20 +189,12 @@ def _loss_form(operator: Operator) -> SliceForm | None:
     args[first : first + 2] = [vectors, SlicedView(classes)]
     if backward and args[4] == NO_REDUCTION:
         args[0] = SlicedView(args[0])
-    outputs = operator.outputs
-    if backward:
-        if outputs[0] is None or not SlicedView(outputs[0]).is_dense:
-            return None
-        outputs = (SlicedView(outputs[0]),)
-    elif not vectors.is_dense or outputs[0] is None:
+    if outputs[0] is None:
         return None
-    return SliceForm(
-        num_vectors=scores.shape[0],
-        args=tuple(args),
-        kwargs=operator.kwargs,
-        outputs=outputs,
-        reduces=not backward,
-    )
+    result = SlicedView(outputs[0])
+    if not (result if backward else vectors).is_dense:
+        return None
+    return SliceForm(tuple(args), (result,) if backward else outputs, reduces=not backward)
 
 
 def _flatten(view: TensorView) -> SlicedView | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.graph.executable import COPIES, out_variant
@@ -45,14 +46,7 @@ def share_costs(operator: Operator, number: int, num_parts: int) -> dict[str, An
 
 
 class SliceWriter:
-    """Keeps all values and storages that stay; new ones come behind them.
-
-    Attributes:
-        storages: Of the new graph.
-        storage_of_value: Of the new graph.
-        pieces_of: For each value in pieces the values of these.
-        current: The current version of each whole value that is written in slices.
-    """
+    """Keeps all values and storages that stay; new ones come behind them."""
 
     def __init__(self, graph: StepGraph, choice: SliceChoice) -> None:
         self.graph = graph
@@ -60,8 +54,8 @@ class SliceWriter:
         self.storages: list[Storage] = list(graph.storages)
         self.storage_of_value: list[int] = list(graph.storage_of_value)
         self.operators: list[Operator] = []
-        self.pieces_of: dict[int, list[int]] = {}
-        self.current: dict[int, int] = {}
+        self.pieces_of: dict[int, list[int]] = {}  # values, by value
+        self.current: dict[int, int] = {}  # versions of whole values that are written in slices
         self._num_slices = choice.num_slices
         self._last: dict[int, int] = {}  # for each old operator its last slice
         self._gone: set[int] = set()  # storages whose values lie in another one now
@@ -120,27 +114,28 @@ class SliceWriter:
             return TensorView(self.pieces_of[value][number], item.view.dtype, shape, (width, 1), 0)
         return item.slice(*vectors)._replace(value=self.current.get(value, value))
 
-    def make_slice(
+    def add_slice(
         self,
         index: int,
         number: int,
-        *,
+        target: str,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: Mapping[str, Any],
         outputs: tuple[TensorView | None, ...],
         mutates: tuple[tuple[int, int], ...] = (),
         suffix: str = "",
-    ) -> Operator:
-        """Return one slice of an operator; its values follow from its arguments."""
+    ) -> None:
+        """Add one slice of an operator; its values follow from its arguments."""
         operator, form = self.graph.operators[index], self.forms[index]
         count = self.num_slices(form)
         begin, end = self.ranges(form)[number]
         written = {value for pair in mutates for value in pair}
         reads = dict.fromkeys(view.value for view in views_in((args, kwargs)))
         made = dict.fromkeys(view.value for view in outputs if view is not None)
-        return dataclasses.replace(
+        part = dataclasses.replace(
             operator,
             name=f"{operator.name}{suffix}[{number}]",
+            target=target,
             args=args,
             kwargs=kwargs,
             outputs=outputs,
@@ -155,6 +150,12 @@ class SliceWriter:
             workspace_bytes=-(-operator.workspace_bytes * (end - begin) // form.num_vectors),
             **share_costs(operator, number, count),
         )
+        if suffix:  # it only moves the result
+            moved = sum(math.prod(v.shape) * item_bytes(v.dtype) for v in outputs if v is not None)
+            part = dataclasses.replace(
+                part, flops=0, bytes_read=moved, bytes_written=moved, workspace_bytes=0
+            )
+        self.operators.append(part)
 
     def run(self) -> StepGraph:
         group: list[int] = []
@@ -281,24 +282,19 @@ class SliceWriter:
     def _write_slice(self, index: int, number: int, vectors: tuple[int, int]) -> None:
         operator, form = self.graph.operators[index], self.forms[index]
         args = tuple(self.slice(item, number, vectors) for item in form.args)
-        kwargs = {name: self.slice(item, number, vectors) for name, item in form.kwargs.items()}
         (result,) = form.outputs
         output = self.slice(result, number, vectors)
+        target, kwargs = operator.target, operator.kwargs
         if result.view.value in self.pieces_of:
-            self.operators.append(
-                self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(output,))
-            )
-            return
-        if operator.target in COPIES:
+            self.add_slice(index, number, target, args, kwargs, (output,))
+        elif target in COPIES:
             self._write_into(index, number, "aten.copy_.default", (output, args[0]), {}, output)
-        elif variant := out_variant(operator.target):
+        elif variant := out_variant(target):
             target, (name,) = variant
             self._write_into(index, number, target, args, {**kwargs, name: output}, output)
         else:
             piece = self.add_view(f"{operator.name}[{number}]", output.dtype, output.shape)
-            self.operators.append(
-                self.make_slice(index, number, args=args, kwargs=kwargs, outputs=(piece,))
-            )
+            self.add_slice(index, number, target, args, kwargs, (piece,))
             copied = (output, piece)
             self._write_into(index, number, "aten.copy_.default", copied, {}, output, ".put")
 
@@ -308,7 +304,7 @@ class SliceWriter:
         number: int,
         target: str,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: Mapping[str, Any],
         place: TensorView,
         suffix: str = "",
     ) -> None:
@@ -319,21 +315,8 @@ class SliceWriter:
         new = value if is_last else self.add_value(self.storage_of_value[value])
         for each in [known for known, now in self.current.items() if now == old]:
             self.current[each] = new
-        written = self.make_slice(
-            index,
-            number,
-            args=args,
-            kwargs=kwargs,
-            outputs=(place._replace(value=new),),
-            mutates=((old, new),),
-            suffix=suffix,
-        )
-        if suffix:
-            moved = place.shape[0] * place.shape[1] * item_bytes(place.dtype)
-            written = dataclasses.replace(
-                written, flops=0, bytes_read=moved, bytes_written=moved, workspace_bytes=0
-            )
-        self.operators.append(dataclasses.replace(written, target=target))
+        outputs, mutates = (place._replace(value=new),), ((old, new),)
+        self.add_slice(index, number, target, args, kwargs, outputs, mutates, suffix)
 
 
 class Reduction:
@@ -361,7 +344,7 @@ class Reduction:
         """Write the column of a slice."""
         writer, target = self._writer, self._operator.target
         args = tuple(writer.slice(item, number, vectors) for item in self._form.args)
-        kwargs = dict(self._form.kwargs)
+        kwargs = self._operator.kwargs
         outputs: tuple[TensorView | None, ...]
         count = vectors[1] - vectors[0]
         if self._picks:
@@ -380,8 +363,7 @@ class Reduction:
             if target == LOSS:
                 outputs = (column, self._operator.outputs[1] if not number else None)
         self._columns.append(column)
-        made = writer.make_slice(self._index, number, args=args, kwargs=kwargs, outputs=outputs)
-        writer.operators.append(dataclasses.replace(made, target=target))
+        writer.add_slice(self._index, number, target, args, kwargs, outputs)
 
     def write_end(self) -> None:
         """Join the columns, and add up the picked scores."""

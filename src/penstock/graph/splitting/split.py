@@ -8,6 +8,7 @@ cross-entropy and their gradients run in slices. Inputs that operators view in p
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from penstock.graph.splitting._choice import choose_slices, working_set_bytes
@@ -57,9 +58,7 @@ def _split_lists(graph: StepGraph, max_bytes: int) -> StepGraph:
     ]
     if len(parts) == sum(map(len, parts)):
         return graph
-    last = []  # of each old operator the index of its last part
-    for each in parts:
-        last.append((last[-1] if last else -1) + len(each))
+    last = [end - 1 for end in itertools.accumulate(map(len, parts))]  # part of each old operator
     operators = tuple(
         dataclasses.replace(part, after=tuple(last[earlier] for earlier in part.after))
         for each in parts
