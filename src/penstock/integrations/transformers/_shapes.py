@@ -35,7 +35,7 @@ from penstock.integrations.transformers._batches import (
     take_rows,
 )
 from penstock.integrations.transformers._loss import TrainerLoss
-from penstock.tables import report_table
+from penstock.tables import Report
 from penstock.units import format_bytes, parse_bytes
 
 _logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _HALF_TOLERANCE = 2e-2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingReport:
+class TrainingReport(Report, title="penstock.plan_training", hidden={"plans"}):
     """Steps of a training and their plans; times and bytes are means of steps."""
 
     num_steps: int
@@ -85,18 +85,6 @@ class TrainingReport:
     """Time of a planned step for which the computation waited for transfers."""
     plans: tuple[ExecutionReport, ...]
     """The report of each plan, in their order; a plan that was bound again has two."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        rows = [
-            (field.name, getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "plans"
-        ]
-        return report_table(rows, title="penstock.plan_training")
 
 
 class PlannedShapes:
