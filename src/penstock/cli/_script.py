@@ -140,36 +140,35 @@ class NothingPlannedError(PenstockError):
     """A script under --plan trains with a loop of its own, or not at all."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Offloading:
     """The mode in which saved activations leave the device."""
 
-    def __init__(
-        self, offload: Offload, trace_path: Path | None, picture_path: Path | None
-    ) -> None:
-        self._offload = offload
-        self._trace_path, self._picture_path = trace_path, picture_path
+    offload: Offload
+    trace_path: Path | None
+    picture_path: Path | None
 
     @property
     def has_trained(self) -> bool:
         """True if there is anything to report."""
-        return self._offload.report().num_saved > 0
+        return self.offload.report().num_saved > 0
 
     def running(self) -> AbstractContextManager[object]:
         """Return the context manager in which the script runs."""
-        return self._offload
+        return self.offload
 
     def results(self) -> tuple[dict[str, Any], list[str]]:
         """Write the trace and the picture; return entries of the report, and lines to print."""
-        report = self._offload.report()
-        if self._trace_path or self._picture_path:
+        report = self.offload.report()
+        if self.trace_path or self.picture_path:
             from penstock.report import draw_timeline, write_chrome_trace
 
-            timeline = self._offload.timeline()
-            if self._trace_path:
-                write_chrome_trace(timeline, self._trace_path)
-            if self._picture_path:
-                draw_timeline(timeline, self._picture_path)
-        paths = {"trace": self._trace_path, "picture": self._picture_path}
+            timeline = self.offload.timeline()
+            if self.trace_path:
+                write_chrome_trace(timeline, self.trace_path)
+            if self.picture_path:
+                draw_timeline(timeline, self.picture_path)
+        paths = {"trace": self.trace_path, "picture": self.picture_path}
         written = {name: str(path) if path else None for name, path in paths.items()}
         return {"offload": report.to_dict(), **written}, _offload_lines(report)
 
@@ -353,10 +352,8 @@ def run_script(script: Script, mode: Offloading | Planning) -> Ending:
 
 def _read_exit(code: Any) -> Ending:
     """Read the argument of `sys.exit`: nothing, a status, or last words for stderr and status 1."""
-    if code is None:
-        return Ending(0)
-    if isinstance(code, int):
-        return Ending(code)
+    if code is None or isinstance(code, int):
+        return Ending(code or 0)
     return Ending(1, f"SystemExit: {code}", speak=lambda: say(str(code)))
 
 

@@ -59,18 +59,16 @@ def sort_into_lanes(timeline: Timeline) -> list[Lane]:
     spans_by_lane: dict[str, list[Span]] = {}
     for span in timeline.spans:
         spans_by_lane.setdefault(span.lane, []).append(span)
+    lanes = []
+    for name, spans in spans_by_lane.items():
+        kind = _KINDS.get(name, LaneKind.OTHER)
+        if kind in (LaneKind.WRITE, LaneKind.READ):
+            name = f"{kind} {name}"
+        elif kind is not LaneKind.OTHER:
+            name = kind.value
+        lanes.append(Lane(title=name, kind=kind, rows=_split_rows(spans)))
     kinds = list(LaneKind)
-    lanes = [_make_lane(name, spans) for name, spans in spans_by_lane.items()]
     return sorted(lanes, key=lambda lane: (kinds.index(lane.kind), lane.title))
-
-
-def _make_lane(name: str, spans: list[Span]) -> Lane:
-    kind = _KINDS.get(name, LaneKind.OTHER)
-    if kind in (LaneKind.WRITE, LaneKind.READ):
-        name = f"{kind} {name}"
-    elif kind is not LaneKind.OTHER:
-        name = kind.value
-    return Lane(title=name, kind=kind, rows=_split_rows(spans))
 
 
 def _split_rows(spans: list[Span]) -> tuple[tuple[Span, ...], ...]:

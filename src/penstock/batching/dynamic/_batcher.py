@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -286,42 +286,39 @@ class DynamicBatcher(nn.Module):
         return InputTensors(laid, device, kept_bytes, kept_bytes + peak_bytes)
 
 
+@dataclass(eq=False)
 class _BatchRun:
     """A run of a plan, batch by batch and piece by piece."""
 
-    def __init__(
-        self,
-        plan: ExecutionPlan,
-        cells: dict[int, tuple[Hashable, nn.Module]],
-        pools: OutputPools,
-        inputs: InputTensors,
-        input_index: Tensor,
-        splitter: BatchSplitter | None,
-    ) -> None:
-        self._plan, self._cells, self._pools, self._splitter = plan, cells, pools, splitter
-        self._inputs, self._input_index = inputs, input_index
-        self._tokens: list[Tensor] = []
-        self.is_tuple: dict[int, bool] = {}
-        self.num_pieces = self.num_recomputed = 0
+    plan: ExecutionPlan
+    cells: dict[int, tuple[Hashable, nn.Module]]
+    pools: OutputPools
+    inputs: InputTensors
+    input_index: Tensor
+    splitter: BatchSplitter | None
+    tokens: list[Tensor] = field(default_factory=list)
+    is_tuple: dict[int, bool] = field(default_factory=dict)
+    num_pieces: int = 0
+    num_recomputed: int = 0
 
     def run(self) -> list[Tensor]:
         """Run all batches and return the token of each."""
-        if self._splitter is not None:
-            self._splitter.begin(self._plan, self._cells, self._pools, self._inputs)
-        for batch in self._plan.batches:
-            kind, cell = self._cells[batch.kind]
+        if self.splitter is not None:
+            self.splitter.begin(self.plan, self.cells, self.pools, self.inputs)
+        for batch in self.plan.batches:
+            kind, cell = self.cells[batch.kind]
             done = 0
             tokens = []
             while done < batch.num_nodes:
                 piece = Piece(done, batch.num_nodes)
-                if self._splitter is not None:
-                    piece = self._splitter.next_piece(batch, done)
+                if self.splitter is not None:
+                    piece = self.splitter.next_piece(batch, done)
                 tokens.append(self._run_piece(batch, piece, kind, cell))
                 done = piece.stop
                 self.num_pieces += 1
                 self.num_recomputed += piece.recompute
-            self._tokens.append(tokens[0] if len(tokens) == 1 else torch.cat(tokens))
-        return self._tokens
+            self.tokens.append(tokens[0] if len(tokens) == 1 else torch.cat(tokens))
+        return self.tokens
 
     def _run_piece(self, batch: BatchPlan, piece: Piece, kind: Hashable, cell: nn.Module) -> Tensor:
         def compute(*_: Tensor) -> Any:
@@ -349,7 +346,7 @@ class _BatchRun:
                 "with outputs for the same argument do not"
             )
         start = batch.start + piece.start
-        token = WriteOutputs.apply(self._pools, batch.pool, start, kind, *components)
+        token = WriteOutputs.apply(self.pools, batch.pool, start, kind, *components)
         assert isinstance(token, Tensor)
         return token
 
@@ -359,8 +356,8 @@ class _BatchRun:
         operands: dict[int, Any] = {}
         for whole in batch.operands:
             for part in piece.cut(whole, batch.num_nodes):
-                tokens = [self._tokens[source] for source in part.sources]
-                found = ReadOperands.apply(self._pools, part, num_nodes, *tokens)
+                tokens = [self.tokens[source] for source in part.sources]
+                found = ReadOperands.apply(self.pools, part, num_nodes, *tokens)
                 assert isinstance(found, tuple)
                 width = len(found) // len(part.slots)
                 for place, slot in enumerate(part.slots):
@@ -369,11 +366,11 @@ class _BatchRun:
                         components_of_slot if self.is_tuple[part.pool] else components_of_slot[0]
                     )
         arguments = [operands[slot] for slot in range(len(operands))]
-        for tensor in self._inputs.tensors.get(batch.kind, ()):
+        for tensor in self.inputs.tensors.get(batch.kind, ()):
             if batch.inputs_in_order is not None:
                 first = batch.inputs_in_order + piece.start
                 arguments.append(tensor[first : first + num_nodes])
             else:
-                rows = self._input_index[batch.input_rows][piece.start : piece.stop]
+                rows = self.input_index[batch.input_rows][piece.start : piece.stop]
                 arguments.append(tensor.index_select(0, rows.to(tensor.device)))
         return arguments

@@ -8,10 +8,10 @@ operand is a slice, and nothing is gathered. Nodes without readers take the orde
 from __future__ import annotations
 
 import ctypes
+import functools
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ class ExecutionPlan:
     planned_by: str
     """"C++", or "NumPy" where there is no compiler."""
 
-    @cached_property
+    @functools.cached_property
     def pool_rows(self) -> list[int]:
         """Rows of each pool."""
         rows = [0] * (max((batch.pool for batch in self.batches), default=-1) + 1)
@@ -81,7 +81,7 @@ class ExecutionPlan:
             rows[batch.pool] = max(rows[batch.pool], batch.start + batch.num_nodes)
         return rows
 
-    @cached_property
+    @functools.cached_property
     def shared_pools(self) -> frozenset[int]:
         """The pools with outputs of more than one type."""
         kinds: dict[int, set[int]] = {}
@@ -132,9 +132,10 @@ def _plan_by_library(
     # Six numbers for a batch, which has a node; seven for an operand, which has an argument, and
     # one for each of its sources, of which every one has an argument too.
     most = 6 * num_nodes + 8 * num_arguments
-    lengths = (graph.num_types, num_nodes, num_nodes, num_nodes, num_arguments, most)
-    outputs = [np.empty(length, dtype=np.int64) for length in lengths]
-    pool_of_kind, batch_of, row_of, places, index, numbers_of_plan = outputs
+    make = functools.partial(np.empty, dtype=np.int64)
+    pool_of_kind, batch_of, row_of = make(graph.num_types), make(num_nodes), make(num_nodes)
+    places, index, numbers_of_plan = make(num_nodes), make(num_arguments), make(most)
+    outputs = (pool_of_kind, batch_of, row_of, places, index, numbers_of_plan)
     fields = (len(kinds), begins, kinds, first_rows, nodes.copy(), *outputs)
     request = to_struct(_LayoutRequest(*list_fields(graph), *fields))
     length = compiled.penstock_batching_layout(ctypes.byref(request))

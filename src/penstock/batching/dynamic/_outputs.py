@@ -53,27 +53,21 @@ class BatchReport(Report, title="dynamic batches"):
     """"C++", or "NumPy" where there is no compiler."""
 
 
+@dataclass(eq=False, repr=False)
 class BatchedOutputs:
     """Outputs of every node; nodes are numbered through all graphs."""
 
-    def __init__(
-        self,
-        plan: ExecutionPlan,
-        pools: OutputPools,
-        tokens: list[Tensor],
-        is_tuple: dict[int, bool],
-        first_nodes: Integers,
-        kinds: list[Hashable],
-        types: Integers,
-        report: BatchReport,
-        kept: set[Hashable] | None,
-    ) -> None:
-        self._plan, self._pools, self._tokens, self._is_tuple = plan, pools, tokens, is_tuple
-        self._kinds, self._types, self._kept = kinds, types, kept
-        self.first_nodes: Integers = first_nodes
-        """The first node of each graph, `[num_graphs + 1]`."""
-        self.report: BatchReport = report
-        """The report of the run."""
+    _plan: ExecutionPlan
+    _pools: OutputPools
+    _tokens: list[Tensor]
+    _is_tuple: dict[int, bool]
+    first_nodes: Integers
+    """The first node of each graph, `[num_graphs + 1]`."""
+    _kinds: list[Hashable]
+    _types: Integers
+    report: BatchReport
+    """The report of the run."""
+    _kept: set[Hashable] | None
 
     def select(self, nodes: Sequence[int] | Integers | Tensor) -> Any:
         """Return the outputs of nodes, in the order given.

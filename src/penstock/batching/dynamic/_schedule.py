@@ -183,8 +183,8 @@ def order_by_library(
     compiled: ctypes.CDLL, graph: NodeGraph, *, search: bool, frees_most: bool
 ) -> tuple[Order, int]:
     """Schedule a graph as `order_nodes` does; return also the number of batches by depth."""
-    num_nodes = graph.num_nodes
-    outputs = [np.empty(length, dtype=np.int64) for length in (num_nodes, num_nodes + 1, num_nodes)]
+    make = functools.partial(np.empty, dtype=np.int64)
+    outputs = (make(graph.num_nodes), make(graph.num_nodes + 1), make(graph.num_nodes))
     request = to_struct(_OrderRequest(*list_fields(graph), search, frees_most, *outputs))
     num_batches = compiled.penstock_batching_order(ctypes.byref(request))
     graph.__dict__["lower_bound"] = request.lower_bound  # so it is not computed again
