@@ -25,7 +25,7 @@ from penstock.compat.dispatch import (
 from penstock.compat.dynamo import disable_dynamo
 from penstock.errors import WholeTableError
 from penstock.unified._devices import resolve_device
-from penstock.unified._table import UnifiedReport
+from penstock.unified._table import CPU, UnifiedReport
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import MemoryUse
 from penstock.unified.file.table import FileTable, copy_to_file
@@ -38,8 +38,6 @@ from penstock.unified.overrides.registry import (
     format_size,
     whole_table_error,
 )
-
-_CPU = torch.device("cpu")
 
 
 class UnifiedTensor(TableTensor):
@@ -182,7 +180,7 @@ class FileTensor(UnifiedTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.prim.device.default:
-            return _CPU
+            return CPU
         table = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, FileTensor))
         if func is torch.ops.aten.detach.default:
             return tensor_over(table._table)

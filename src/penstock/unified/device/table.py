@@ -103,12 +103,12 @@ class DeviceTable:
             # The index is made on this thread's stream, so it is copied here.
             index = index.cpu()
             launched = gather_threads(os.getpid()).submit(self._launch_on, stream, index)
-            return PendingDeviceRows(self, launched)
-        launched: Future[Any] = Future()
-        try:
-            launched.set_result(self._launch_on(stream, index))
-        except IndexError as error:  # for `wait` to raise, as everywhere
-            launched.set_exception(error)
+        else:
+            launched = Future()
+            try:
+                launched.set_result(self._launch_on(stream, index))
+            except IndexError as error:  # for `wait` to raise, as everywhere
+                launched.set_exception(error)
         return PendingDeviceRows(self, launched)
 
     def _launch_on(self, stream: Any, index: torch.Tensor) -> tuple[torch.Tensor, IndexCheck]:

@@ -5,10 +5,10 @@ written to their places, then the journal is deleted. Rows of several files can 
 all of them or none: the journal beside the first file has the rows of all.
 
 A process has one `TableFile` for each file, under all its names and for all tables. Within the
-process rows are read and written to their places in turns, so that no thread
-reads a part of a row; other processes are kept from writing by a lock on the file itself. A process
-that writes to many files keeps the locks of the latest: a write of another process to one of the
-rest is found when this process is about to write there again, and refused.
+process rows are read and written to their places in turns, so that no thread reads a part of a row;
+other processes are kept from writing by a lock on the file itself. A process that writes to many
+files keeps the locks of the latest: a write of another process to one of the rest is found when
+this process is about to write there again, and refused.
 """
 
 from __future__ import annotations
@@ -165,9 +165,8 @@ class TableFile:
             StoreError: The rows still cannot be written.
         """
         with _change_lock:
-            leader = self._pending
-            if leader is not None:
-                leader._finish()
+            if self._pending is not None:
+                self._pending._finish()
 
     def _write(self, batch: list[Part]) -> None:
         """Write a batch whose first part is of this file; none of its rows is read meanwhile."""

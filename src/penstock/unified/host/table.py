@@ -37,7 +37,6 @@ class HostTable(Table):
     Attributes:
         memory: Memory that holds the rows.
         rows: All rows as a contiguous tensor on the CPU, of shape (num_rows, *row).
-        use: Record of what GPUs do with the memory, shared by all tables over it.
     """
 
     use: MemoryUse

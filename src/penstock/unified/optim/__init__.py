@@ -1,22 +1,21 @@
 """Optimizers for tables whose gradients are sparse: they touch the rows that were used, once each.
 
-The formulas are those of `torch.optim`; `_steps.py` and `row_updates.cpp` hold them. Rows are
+The formulas are those of `torch.optim`; `_updates.py` and `row_updates.cpp` hold them. Rows are
 changed where they lie, and the result does not depend on the number of threads: the gradients of
 what was gathered several times are added up in the order in which they were gathered.
 
 **Rows without a gradient are not changed, nor is their state.** A row that has a gradient in every
-step is changed as by the dense optimizer. A row that has none in a step does not
-move by its momentum meanwhile, its means do not decay, and it gets no weight decay; the dense
-optimizers do all that. The step count, of which bias corrections and `lr_decay` are made, is the
-table's. All this is as in `torch.optim.SparseAdam`.
+step is changed as by the dense optimizer. A row that has none in a step does not move by its
+momentum meanwhile, its means do not decay, and it gets no weight decay; the dense optimizers do all
+that. The step count, of which bias corrections and `lr_decay` are made, is the table's. All this is
+as in `torch.optim.SparseAdam`.
 
-**State** lies beside the table. Beside a table in a file it lies in files named
-`<file>.<state>` (`<file>.<name>.<state>` for one tensor of several): `exp_avg`, `step` and so on,
-which the next run goes on with, if the table still has rows that the last step wrote;
-delete them to begin anew. Rows, their state and the step
-count are written together: a killed process leaves the table before the step or after it, and
-nothing between. State of 16-bit tables is kept in float32, because the decay of the means in a step
-is less than the last digit of 16 bits.
+**State** lies beside the table. Beside a table in a file it lies in files named `<file>.<state>`
+(`<file>.<name>.<state>` for one tensor of several): `exp_avg`, `step` and so on, which the next run
+goes on with, if the table still has rows that the last step wrote; delete them to begin anew. Rows,
+their state and the step count are written together: a killed process leaves the table before the
+step or after it, and nothing between. State of 16-bit tables is kept in float32, because the decay
+of the means in a step is less than the last digit of 16 bits.
 
 The optimizers are ordinary ones: parameter groups, schedulers of the learning rate and
 `state_dict()` work as with any other. Options of `torch.optim` that choose an implementation
