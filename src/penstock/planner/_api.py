@@ -314,16 +314,10 @@ def _join_links(links: dict[Link, LinkProfile]) -> None:
 
 
 def fastest_with_references(request: PlanRequest, found: Plan | None, bound: Bound) -> Plan | None:
-    """Return a plan, or one on demand for the same budget and machine that is faster.
+    """Return a plan, or one on demand for the same budget and machine that is faster, if any.
 
-    Args:
-        request: The step and what it is planned for. After its deadline nothing more is tried, if
-            there is a plan.
-        found: The plan that a search found; None if it found none.
-        bound: For the plan that is returned, if it is another one.
-
-    Returns:
-        `found`, or what is faster; `notes["finalist"]` then says which. None if there is none.
+    After the deadline nothing more is tried, if there is a plan. Another plan has `bound`, and
+    `notes["finalist"]` says which it is.
     """
     best = found
     for policy in PAGING_POLICIES:

@@ -7,12 +7,10 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph, alignment_bytes
 from penstock.memory import Link
-from penstock.planner._live_ranges import LiveRange, ResidentInterval, columns_of, occupied_bytes
+from penstock.planner._live_ranges import LiveRange, ResidentInterval
 from penstock.planner._plan_records import Placement, Transfer
 from penstock.planner.packing import Buffer, pack
 
@@ -35,14 +33,6 @@ def last_read(graph: StepGraph, live_range: LiveRange) -> int | None:
     return None if is_kept or live_range.uses[-1] != end - 1 else end - 1
 
 
-def live_bytes(
-    graph: StepGraph, num_positions: int, live_ranges: Sequence[LiveRange]
-) -> np.ndarray:
-    """Return the bytes on the device at each position, if nothing is evicted."""
-    ranges = [(each.uses[0], each.end, graph.num_bytes(each.value)) for each in live_ranges]
-    return occupied_bytes(*columns_of(ranges), num_positions)
-
-
 def derive_movement(
     graph: StepGraph,
     num_positions: int,
@@ -62,15 +52,14 @@ def derive_movement(
         if live_range.is_constant and index not in own:
             intervals.append(ResidentInterval(live_range.value, 0, num_positions))
             continue
-        storage = graph.storages[graph.storage_of_value[live_range.value]]
         segments, moved = _cut(live_range, own.get(index, ()))
         for start, end in segments:
-            value, shift = _rename(live_range, storage.initial, start, num_positions)
-            intervals.append(ResidentInterval(value, start - shift, end - shift))
+            value, begin = rename(graph, live_range.value, start, num_positions)
+            intervals.append(ResidentInterval(value, begin, begin + end - start))
         for link, start, end in moved:
-            value, shift = _rename(live_range, storage.initial, start, num_positions)
-            num_bytes = storage.num_bytes
-            transfers.append(Transfer(value, link, num_bytes, start - shift, end - shift))
+            value, begin = rename(graph, live_range.value, start, num_positions)
+            num_bytes = graph.num_bytes(value)
+            transfers.append(Transfer(value, link, num_bytes, begin, begin + end - start))
     transfers.sort(key=lambda transfer: (transfer.end, transfer.start))
     return intervals, transfers
 
@@ -100,14 +89,13 @@ def _cut(
     return [(begin, segments[0][1] + num_positions), *segments[1:]], transfers
 
 
-def _rename(
-    live_range: LiveRange, initial: int | None, start: int, num_positions: int
-) -> tuple[int, int]:
-    """Return the name of a value in the step of a boundary, and the boundary where it begins."""
-    if start < num_positions:
-        return live_range.value, 0
+def rename(graph: StepGraph, value: int, position: int, num_positions: int) -> tuple[int, int]:
+    """Return the name of a value in the step of a position, and the position in that step."""
+    if position < num_positions:
+        return value, position
+    initial = graph.storages[graph.storage_of_value[value]].initial
     assert initial is not None
-    return initial, num_positions
+    return initial, position - num_positions
 
 
 def aligned_graph(graph: StepGraph) -> StepGraph:

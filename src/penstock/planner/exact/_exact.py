@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph
 from penstock.memory import Link
@@ -18,7 +16,7 @@ from penstock.planner._assemble import assemble
 from penstock.planner._live_ranges import ResidentInterval, live_ranges
 from penstock.planner._plan import Plan
 from penstock.planner._request import PlanRequest
-from penstock.planner.bounds import made_anew, operator_bytes
+from penstock.planner.bounds import made_anew, working_set
 from penstock.planner.exact._addresses import (
     aligned_graph,
     derive_movement,
@@ -163,12 +161,12 @@ def require_kept_storages(graph: StepGraph) -> None:
 
 
 def _require_working_set(graph: StepGraph, device_bytes: int) -> None:
-    if min_working_set(graph) > device_bytes:
-        name = graph.operators[int(np.argmax(operator_bytes(graph)))].name
+    least = working_set(aligned_graph(graph))
+    if least.num_bytes > device_bytes:
         raise InfeasibleError(
-            f"{name!r} alone needs {min_working_set(graph)} bytes; the budget is {device_bytes}",
-            minimum_device_bytes=min_working_set(graph),
-            operator=name,
+            f"{least.operator!r} alone needs {least.num_bytes} bytes; the budget is {device_bytes}",
+            minimum_device_bytes=least.num_bytes,
+            operator=least.operator,
             proved=True,
         )
 

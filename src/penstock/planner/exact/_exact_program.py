@@ -9,7 +9,7 @@ from typing import NamedTuple
 from penstock.graph import StepGraph
 from penstock.planner._linear_program import LinearProgram
 from penstock.planner._live_ranges import LiveRange, live_ranges
-from penstock.planner.exact._addresses import Eviction, last_read
+from penstock.planner.exact._addresses import Eviction, last_read, rename
 from penstock.planner.exact._groups import OperatorGroups
 
 _TOLERANCE = 1e-6
@@ -248,19 +248,12 @@ class ExactProgram:
         self.program.row([reused, column], [1.0, -1.0], upper=0.0)
         following = self._resident_after(read, step)
         if following is not None:  # needed at once: it comes back
-            value, after = (read, step + 1)
-            if after == self.num_positions:
-                value, after = self._initial_of(read), 0
+            value, after = rename(self.graph, read, step + 1, self.num_positions)
             back = self.returns[value][after]
             self.program.row([reused, following, back], [1.0, 1.0, -1.0], upper=1.0)
         self.held[step][0].append(reused)
         self.held[step][1].append(-self.graph.num_bytes(read) / self.unit)
         return reused
-
-    def _initial_of(self, final: int) -> int:
-        initial = self.graph.storages[self.graph.storage_of_value[final]].initial
-        assert initial is not None
-        return initial
 
     def _add_traffic_limits(self, least: int, most: int | None) -> None:
         """Add the limits of the objective; traffic comes in multiples of a number of bytes."""
@@ -311,18 +304,12 @@ class ExactProgram:
                 ranges[index] = live_range._replace(end=last)
         return Solution(tuple(order), ranges, evictions)
 
-    def _rename(self, live_range: LiveRange, position: int) -> tuple[int, int]:
-        """Return the name of a value in the step of a position, and the position there."""
-        if position < self.num_positions:
-            return live_range.value, position
-        return self._initial_of(live_range.value), position - self.num_positions
-
     def _is_resident(self, live_range: LiveRange, position: int) -> bool:
-        value, step = self._rename(live_range, position)
+        value, step = rename(self.graph, live_range.value, position, self.num_positions)
         return self._is_chosen(self.resident[value][step])
 
     def _reused_by(self, live_range: LiveRange, position: int) -> int | None:
-        value, step = self._rename(live_range, position)
+        value, step = rename(self.graph, live_range.value, position, self.num_positions)
         for read, created, column in self.reused.get(step, ()):
             if read == value and self._is_chosen(column):
                 return created

@@ -16,7 +16,13 @@ import numpy as np
 
 from penstock.graph import StepGraph
 from penstock.planner._assemble import assemble
-from penstock.planner._live_ranges import LiveRange, ResidentInterval, live_ranges
+from penstock.planner._live_ranges import (
+    LiveRange,
+    ResidentInterval,
+    columns_of,
+    live_ranges,
+    occupied_bytes,
+)
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Budget, Transfer
 from penstock.planner._request import PlanRequest
@@ -26,8 +32,8 @@ from penstock.planner.exact._addresses import (
     derive_movement,
     find_offsets,
     last_read,
-    live_bytes,
     place,
+    rename,
 )
 
 
@@ -142,7 +148,7 @@ def residencies(
     for case in _reuse_cases(graph, order):
         for any_eviction in (False, True):
             lacks_address = False
-            for evictions in _choices(graph, case, budget, limit, any_eviction=any_eviction):
+            for evictions in _choices(case, budget, limit, any_eviction=any_eviction):
                 ranges = case.live_ranges
                 intervals, transfers = derive_movement(graph, len(order), ranges, evictions)
                 if not is_wanted(transfers):
@@ -160,6 +166,7 @@ def residencies(
 class _ReuseCase:
     """An order and the places that results reuse in it, with everything resident."""
 
+    graph: StepGraph
     order: tuple[int, ...]  # operators by position
     live_ranges: tuple[LiveRange, ...]  # those that end in reuse end a position earlier
     live_bytes: np.ndarray  # at each position
@@ -193,36 +200,36 @@ def _reuse_cases(graph: StepGraph, order: tuple[int, ...]) -> Iterator[_ReuseCas
                 live_range if new is None else live_range._replace(end=live_range.end - 1)
                 for live_range, new in zip(ranges, choice, strict=True)
             )
-            live = live_bytes(graph, len(order), chosen)
-            yield _ReuseCase(order, chosen, live, reusable, frozenset(reused))
+            rows = [(each.uses[0], each.end, graph.num_bytes(each.value)) for each in chosen]
+            live = occupied_bytes(*columns_of(rows), len(order))
+            yield _ReuseCase(graph, order, chosen, live, reusable, frozenset(reused))
 
 
 def _choices(
-    graph: StepGraph, case: _ReuseCase, budget: Budget, limit: Limit, *, any_eviction: bool
+    case: _ReuseCase, budget: Budget, limit: Limit, *, any_eviction: bool
 ) -> Iterator[list[Eviction]]:
     """Yield all sets of evictions such that the rest fits; without need only if `any_eviction`."""
     if budget.device_bytes is None:
         yield []
         return
-    capacity = budget.device_bytes - graph.workspace_bytes
-    num_positions = len(case.order)
+    capacity = budget.device_bytes - case.graph.workspace_bytes
     is_crowded = (case.live_bytes > capacity) | any_eviction
-    options_of_holes = _options(graph, case, is_crowded)
+    options_of_holes = _options(case, is_crowded)
     # Bytes that the evictions of this hole and of all later ones can free.
-    most = np.zeros((len(options_of_holes) + 1, num_positions), dtype=np.int64)
+    most = np.zeros((len(options_of_holes) + 1, len(case.order)), dtype=np.int64)
     for row, options in reversed(list(enumerate(options_of_holes))):
         most[row] = most[row + 1]
         widest = options[0]._replace(
             leaves=min(eviction.leaves for eviction in options),
             returns=max(eviction.returns for eviction in options),
         )
-        most[row] += _freed_bytes(graph, case, widest)
+        most[row] += _freed_bytes(case, widest)
 
     def choose(row: int, live: np.ndarray, evictions: list[Eviction]) -> Iterator[list[Eviction]]:
         if (live - most[row] > capacity).any() or limit.is_over():
             return
         if row == len(options_of_holes):
-            if any_eviction or not _is_needless(graph, case, evictions, live, capacity):
+            if any_eviction or not _is_needless(case, evictions, live, capacity):
                 yield evictions
             return
         yield from choose(row + 1, live, evictions)
@@ -232,13 +239,13 @@ def _choices(
                 (other.leaves, other.reused_by) == reused for other in evictions
             ):
                 continue
-            less = live - _freed_bytes(graph, case, eviction)
+            less = live - _freed_bytes(case, eviction)
             yield from choose(row + 1, less, [*evictions, eviction])
 
     yield from choose(0, case.live_bytes, [])
 
 
-def _options(graph: StepGraph, case: _ReuseCase, is_crowded: np.ndarray) -> list[list[Eviction]]:
+def _options(case: _ReuseCase, is_crowded: np.ndarray) -> list[list[Eviction]]:
     """Return for each hole that has any its evictions, between crowded positions."""
     num_positions = len(case.order)
     options_of_holes: list[list[Eviction]] = []
@@ -254,7 +261,7 @@ def _options(graph: StepGraph, case: _ReuseCase, is_crowded: np.ndarray) -> list
             if is_crowded[hole.begin % num_positions]:
                 options += [
                     Eviction(index, number, hole.begin, last + 1, reused_by)
-                    for reused_by in _results_in_place(graph, case, live_range, number)
+                    for reused_by in _results_in_place(case, live_range, number)
                     for last in (hole.begin, *inside)
                 ]
             if options:
@@ -262,24 +269,19 @@ def _options(graph: StepGraph, case: _ReuseCase, is_crowded: np.ndarray) -> list
     return options_of_holes
 
 
-def _freed_bytes(graph: StepGraph, case: _ReuseCase, eviction: Eviction) -> np.ndarray:
+def _freed_bytes(case: _ReuseCase, eviction: Eviction) -> np.ndarray:
     """Return by position the bytes that an eviction frees."""
     freed = np.zeros(len(case.order), dtype=np.int64)
-    num_bytes = graph.num_bytes(case.live_ranges[eviction.live_range].value)
+    num_bytes = case.graph.num_bytes(case.live_ranges[eviction.live_range].value)
     for position in range(eviction.leaves, eviction.returns):
         freed[position % len(freed)] += num_bytes
     return freed
 
 
-def _results_in_place(
-    graph: StepGraph, case: _ReuseCase, live_range: LiveRange, number: int
-) -> list[int]:
+def _results_in_place(case: _ReuseCase, live_range: LiveRange, number: int) -> list[int]:
     """Return the results that may reuse a place at one of its uses, if a copy comes back later."""
-    position, value = live_range.uses[number], live_range.value
-    if position >= len(case.order):
-        storage = graph.storages[graph.storage_of_value[value]]
-        assert storage.initial is not None
-        position, value = position - len(case.order), storage.initial
+    use, num_positions = live_range.uses[number], len(case.order)
+    value, position = rename(case.graph, live_range.value, use, num_positions)
     if not live_range.is_constant and number == 0:  # no time for the copy
         return []
     results = case.reusable.get(position, {}).get(value, set())
@@ -287,17 +289,12 @@ def _results_in_place(
 
 
 def _is_needless(
-    graph: StepGraph,
-    case: _ReuseCase,
-    evictions: list[Eviction],
-    live: np.ndarray,
-    capacity: int,
+    case: _ReuseCase, evictions: list[Eviction], live: np.ndarray, capacity: int
 ) -> bool:
     """Return whether a value could be there a boundary longer: that is never slower."""
-    num_positions = len(case.order)
     for eviction in evictions:
-        num_bytes = graph.num_bytes(case.live_ranges[eviction.live_range].value)
-        for position in (eviction.leaves, eviction.returns - 1):
-            if live[position % num_positions] + num_bytes <= capacity:
-                return True
+        num_bytes = case.graph.num_bytes(case.live_ranges[eviction.live_range].value)
+        ends = live[eviction.leaves % len(live)], live[(eviction.returns - 1) % len(live)]
+        if min(ends) + num_bytes <= capacity:
+            return True
     return False

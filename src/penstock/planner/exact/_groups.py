@@ -47,14 +47,9 @@ class OperatorGroups:
 
 
 def group_operators(graph: StepGraph, *, at_ends: bool = True) -> OperatorGroups:
-    """Group operators that may run one right after the other.
+    """Group operators that may run one right after the other, in an order of least traffic.
 
-    Args:
-        graph: The step.
-        at_ends: Whether inputs have to be there when the step begins, and results when it ends.
-
-    Returns:
-        Groups that cover all operators; an order with the least traffic runs them so.
+    `at_ends`: whether inputs have to be there when the step begins, and results when it ends.
     """
     ancestors, descendants = (
         [set(np.flatnonzero(np.unpackbits(row)).tolist()) for row in rows]
@@ -141,10 +136,9 @@ def _with_certain_orders(
 ) -> OperatorGroups:
     """Return the groups with the orders between operators that follow from them."""
     group_of = {operator: number for number, group in enumerate(groups) for operator in group}
+    front = {0} if has_front else set()
     before = [
-        {group_of[p] for operator in group for p in graph.predecessors[operator]}.union(
-            [0] if has_front else []
-        )
+        ({group_of[p] for operator in group for p in graph.predecessors[operator]} | front)
         - {number}
         for number, group in enumerate(groups)
     ]
@@ -186,7 +180,8 @@ def _may_follow(graph: StepGraph, before: int, after: int) -> bool:
         return False
     return all(
         old in first.makes or _is_whole_update(graph, old, new)
-        for old, new in _changes(graph, after)
+        for old, new in second.mutates
+        if graph.num_bytes(old)
     )
 
 
@@ -202,10 +197,6 @@ def _may_precede(graph: StepGraph, before: int, after: int) -> bool:
             for value in made
         )
     )
-
-
-def _changes(graph: StepGraph, index: int) -> list[tuple[int, int]]:
-    return [pair for pair in graph.operators[index].mutates if graph.num_bytes(pair[0])]
 
 
 def _is_whole_update(graph: StepGraph, old: int, new: int) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
-from penstock.planner.bounds import forced_bytes, operator_bytes
+from penstock.planner.bounds import forced_bytes, working_set
 from penstock.planner.exact._addresses import aligned_graph
 
 _MAX_STATES = 200_000
@@ -43,7 +43,7 @@ def min_working_set(graph: StepGraph) -> int:
     Returns:
         Bytes of the largest operator's operands and results, aligned, and the largest workspace.
     """
-    return int(operator_bytes(aligned_graph(graph)).max(initial=0)) + graph.workspace_bytes
+    return working_set(aligned_graph(graph)).num_bytes
 
 
 def min_peak(graph: StepGraph, *, max_states: int = _MAX_STATES) -> Peak:
@@ -70,9 +70,8 @@ def min_peak(graph: StepGraph, *, max_states: int = _MAX_STATES) -> Peak:
     Raises:
         ValueError: The graph has persistent storages with bytes.
     """
-    require_inference(graph)
-    search = _PeakSearch(graph)
-    return search.run(max_states)
+    _require_inference(graph)
+    return _PeakSearch(graph).run(max_states)
 
 
 class _PeakSearch:
@@ -163,7 +162,7 @@ def _bits(operators: Sequence[int]) -> int:
     return sum(1 << operator for operator in set(operators))
 
 
-def require_inference(graph: StepGraph) -> None:
+def _require_inference(graph: StepGraph) -> None:
     for storage in graph.storages:
         if storage.persistent and storage.num_bytes:
             raise ValueError(

@@ -6,6 +6,7 @@ their positions in a good order, then ever farther; at last the whole program is
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from penstock.planner._live_ranges import ResidentInterval
 from penstock.planner._plan_records import Transfer
 from penstock.planner.exact._addresses import aligned_graph, derive_movement, find_offsets
 from penstock.planner.exact._exact_program import ExactProgram, Solution
-from penstock.planner.exact._groups import OperatorGroups, group_operators, separate_operators
+from penstock.planner.exact._groups import group_operators, separate_operators
 from penstock.planner.exact._order_relaxation import OrderRelaxation
 
 _MAX_CUTS = 10
@@ -60,6 +61,8 @@ class TrafficSearch:
         self.moved_bytes = [storage.num_bytes for storage in graph.storages]
         self.aligned = aligned_graph(graph)
         self.capacity = device_bytes - graph.workspace_bytes
+        limits = self.aligned, self.moved_bytes, self.capacity
+        self._relaxation = functools.partial(OrderRelaxation, *limits)
         self.groups = group_operators(self.aligned) if reorder else separate_operators(graph)
         self.loose_groups = group_operators(self.aligned, at_ends=False) if reorder else self.groups
         num_positions = len(graph.operators)
@@ -110,18 +113,6 @@ class TrafficSearch:
             return best._replace(proved=True)
         order = relaxation.order()
         return best if order is None else self._search_near(order, 0, best, _STAGE_SHARE)
-
-    def _relaxation(
-        self, groups: OperatorGroups, *, is_ordered: bool, at_ends: bool = False
-    ) -> OrderRelaxation:
-        return OrderRelaxation(
-            self.aligned,
-            self.moved_bytes,
-            self.capacity,
-            groups,
-            is_ordered=is_ordered,
-            at_ends=at_ends,
-        )
 
     def _search_near(
         self, order: Sequence[int], distance: int, best: Incumbent, share: float

@@ -47,9 +47,8 @@ from penstock.planner.search import (
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 POPULATION = 100
-STAGNATION = (
-    60  # generations without a better candidate that end the search, as the time limit does
-)
+# Generations without a better candidate that end the search, as the time limit does.
+STAGNATION = 60
 MUTATION = 0.1  # probability that a child mutates, and that one of its genes does
 RATIOS = (1.0, 1.3, 2.0, 4.0, 8.0)  # of sizes within a class, with the program's own order
 _MAX_TRIES = 5  # times the population, to find as many candidates that fit
@@ -83,17 +82,13 @@ class _Search:
                 if candidate is not None:
                     self.population.append(candidate)
                     self.report()
-                if self.population and self.is_late():
+                if self.population and not self.request.seconds_left():
                     break
             if self.population:
                 _evolve(self)
         except KeyboardInterrupt:  # the best so far is a candidate as well
             if not self.population:
                 raise
-
-    def is_late(self) -> bool:
-        """Return whether the time is over."""
-        return not self.request.seconds_left()
 
     def report(self) -> None:
         """Report the time of the best candidate as progress."""
@@ -136,7 +131,13 @@ def plan_genetic(request: PlanRequest) -> Plan:
     request = request.ending(_DEFAULT_SECONDS)
     if load_engine() is None:  # Belady's plan is the candidate that the search would begin with
         return plan_by_paging(request, policy="belady", notes={"searched": False})
-    search = _Search(request, _make_evaluator(request))
+    if find_swap_links(request) is None:
+        raise ValueError(
+            "method='genetic' swaps values to the host or to files: give host_memory or a store "
+            "(and a machine that has links to it), or use method='auto'"
+        )
+    rates, capacity = find_swap_rates(request), count_arena_bytes(request)
+    search = _Search(request, Evaluator(request.graph, request.operator_seconds, rates, capacity))
     search.run()
     if not search.population:
         raise InfeasibleError(
@@ -155,20 +156,6 @@ def plan_genetic(request: PlanRequest) -> Plan:
     }
     _, choice, offsets = found
     return plan_residency(request, choice, offsets, method="genetic", notes=notes)
-
-
-def _make_evaluator(request: PlanRequest) -> Evaluator:
-    if find_swap_links(request) is None:
-        raise ValueError(
-            "method='genetic' swaps values to the host or to files: give host_memory or a store "
-            "(and a machine that has links to it), or use method='auto'"
-        )
-    return Evaluator(
-        request.graph,
-        request.operator_seconds,
-        find_swap_rates(request),
-        count_arena_bytes(request),
-    )
 
 
 def _first_population(search: _Search) -> Iterator[Candidate | None]:
@@ -199,7 +186,7 @@ def _evolve(search: _Search) -> None:
         parents = search.population[: max(2, POPULATION // 2)]
         children: list[Candidate] = []
         while len(parents) + len(children) < POPULATION:
-            if search.is_late():
+            if not search.request.seconds_left():
                 search.population = parents + children
                 return
             child = _breed(search, parents)
@@ -265,10 +252,8 @@ class Evaluator:
     ) -> tuple[SizeClasses, EvictionChoice, list[int]] | None:
         """Repair an allocation, and replay a step with the evictions that follow from it.
 
-        Args:
-            order: Operators by position, each once.
-            classes: For each distinct size the class that it is in, named by its largest size.
-            wanted: Objects by class; they are made to hold every operator and to fit the capacity.
+        An allocation is, for each distinct size, the class that it is in, and the number of objects
+        by class, which is made to hold every operator and to fit the capacity.
 
         Returns:
             The repaired allocation, the residency with its times, and the address of each chain of
@@ -280,13 +265,8 @@ class Evaluator:
         class_of_size = np.append(np.searchsorted(names, classes), -1).astype(np.int32)
         class_of_object = class_of_size[self.size_of_object]
         least, most = sequence.class_needs(class_of_object, len(names))
-        counts = _repair(
-            np.array([wanted.get(name, 0) for name in names], np.int64),
-            least,
-            most,
-            class_bytes,
-            self.capacity,
-        )
+        asked = np.array([wanted.get(name, 0) for name in names], np.int64)
+        counts = _repair(asked, least, most, class_bytes, self.capacity)
         if counts is None:
             return None
         chosen = sequence.evict_in_classes(class_of_object, counts, class_bytes)
