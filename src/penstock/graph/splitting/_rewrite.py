@@ -150,11 +150,6 @@ class SliceWriter:
             workspace_bytes=-(-operator.workspace_bytes * (end - begin) // form.num_vectors),
             **share_costs(operator, number, count),
         )
-        if suffix:  # it only moves the result
-            moved = sum(math.prod(v.shape) * item_bytes(v.dtype) for v in outputs if v is not None)
-            part = dataclasses.replace(
-                part, flops=0, bytes_read=moved, bytes_written=moved, workspace_bytes=0
-            )
         self.operators.append(part)
 
     def run(self) -> StepGraph:
@@ -317,6 +312,15 @@ class SliceWriter:
             self.current[each] = new
         outputs, mutates = (place._replace(value=new),), ((old, new),)
         self.add_slice(index, number, target, args, kwargs, outputs, mutates, suffix)
+        if suffix:  # it only moves the result
+            moved = math.prod(place.shape) * item_bytes(place.dtype)
+            self.operators[-1] = dataclasses.replace(
+                self.operators[-1],
+                flops=0,
+                bytes_read=moved,
+                bytes_written=moved,
+                workspace_bytes=0,
+            )
 
 
 class Reduction:
