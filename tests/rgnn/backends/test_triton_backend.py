@@ -430,10 +430,11 @@ def test_a_first_call_compiles_all_its_kernels_at_the_same_time(num_faults, tmp_
     for launch in launches:  # finds all of them compiled but those that failed
         launch.compile()
     # Before 3.12 Python may also fail to parse where this test does not see it.
-    num_unseen = 0 if sys.version_info >= (3, 12) else 2
-    assert 0 <= len(compiled) - num_compiled - len(faults) <= num_unseen
+    most_unseen = 0 if sys.version_info >= (3, 12) else 2
+    num_unseen = len(compiled) - num_compiled - len(faults)
+    assert 0 <= num_unseen <= most_unseen
     assert len({launch.kernel for launch in launches}) <= len(compiled)
-    assert (main_thread in threads) == bool(faults)
+    assert (main_thread in threads) == bool(faults or num_unseen)
     assert len(threads) > 1 or os.cpu_count() == 1
 
 
