@@ -264,7 +264,8 @@ def _read(
 
     def collate(samples: list[Any]) -> tuple[Kind, Batch | None]:
         """Return the form of a batch, and the batch itself if its form is new."""
-        batch = dict(loader.collate_fn(samples))
+        collated: Any = loader.collate_fn(samples)
+        batch: Batch = dict(collated)
         form = read_form(batch, with_masks=with_masks)
         is_new = form not in seen
         seen.add(form)
