@@ -8,6 +8,7 @@ the route from a GPU.
 
 from __future__ import annotations
 
+import abc
 import time
 from typing import Any
 
@@ -24,10 +25,11 @@ class Declined(Exception):
     """Refusal of a route without room at present: the storage stays, and nothing failed."""
 
 
-class Route:
+class Route(abc.ABC):
     """Way of one device type's storages out and back.
 
-    As it is, for a processor that has computed what it saves, and for loads that read every byte.
+    Tokens order transfers with what a device computes. The tokens of this class order nothing: a
+    processor has computed what it saves, and has read all bytes when a load returns.
     """
 
     def mark(self, device: torch.device) -> Any:
@@ -38,24 +40,25 @@ class Route:
         """Return a token that includes the operator that did the saving."""
         return None
 
+    @abc.abstractmethod
     def store(self, storage: torch.UntypedStorage, ready: Any) -> Any:
         """Copy the storage out after `ready`; the copy is complete on return."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def load(self, copy: Any, device: torch.device) -> tuple[torch.UntypedStorage, int, Any]:
         """Return a storage with the copy's bytes, their offset in it, and a token for `settle`."""
-        raise NotImplementedError
 
     def settle(self, ready: Any, storage: torch.UntypedStorage | None) -> None:
         """Order the current computation, which may use `storage`, after the transfer `ready`."""
+        return
 
+    @abc.abstractmethod
     def discard(self, copy: Any) -> None:
         """Free the copy's bytes in every tier, as soon as they are not in use; never waits."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Free the route's resources; no copy is alive."""
-        raise NotImplementedError
 
 
 class FileRoute(Route):
