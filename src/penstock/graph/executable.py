@@ -49,10 +49,14 @@ def make_executable(graph: StepGraph) -> StepGraph:
         if is_update and loss is not None and loss < index and loss not in after:
             after = (*after, loss)
         num_bytes = operator.workspace_bytes + _unplaced_bytes(graph, operator)
-        operators.append(dataclasses.replace(operator, after=after, workspace_bytes=num_bytes))
+        if after != operator.after or num_bytes != operator.workspace_bytes:
+            operator = dataclasses.replace(operator, after=after, workspace_bytes=num_bytes)
+        operators.append(operator)
     unit = TENSOR_ALIGNMENT_BYTES[graph.device]
     storages = tuple(
-        dataclasses.replace(storage, num_bytes=-(-storage.num_bytes // unit) * unit)
+        dataclasses.replace(storage, num_bytes=storage.num_bytes + -storage.num_bytes % unit)
+        if storage.num_bytes % unit
+        else storage
         for storage in graph.storages
     )
     return dataclasses.replace(
