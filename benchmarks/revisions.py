@@ -31,7 +31,10 @@ COMMANDS = {
         ["execute.py", "--part", "operators", "--rounds", "2"],
     ],
     "plan": [["plan.py", "--part", "speed"]],
-    "rgnn": [["rgnn.py", "--part", "cases", "--quick", "--models", "RGCN", "RGAT"]],
+    "rgnn": [
+        ["rgnn.py", "--part", "cases", "--quick", "--models", "RGCN", "RGAT"]
+        + ["--graphs", "wn18rr", "--modes", "step", "--budget-seconds", "1"],
+    ],
     "unified": [["unified.py", "--table-bytes", "1GiB", "--row-bytes", "64", "1024"]],
     "batching": [["batching.py", "--part", "batches"], ["batching.py", "--part", "trees"]],
 }
