@@ -32,8 +32,10 @@ COMMANDS = {
     ],
     "plan": [["plan.py", "--part", "speed"]],
     "rgnn": [
-        ["rgnn.py", "--part", "cases", "--quick", "--models", "RGCN", "RGAT"]
-        + ["--graphs", "wn18rr", "--modes", "step", "--budget-seconds", "1"],
+        [
+            *("rgnn.py", "--part", "cases", "--quick", "--models", "RGCN", "RGAT"),
+            *("--graphs", "wn18rr", "--modes", "training step", "--budget-seconds", "1"),
+        ],
     ],
     "unified": [["unified.py", "--table-bytes", "1GiB", "--row-bytes", "64", "1024"]],
     "batching": [["batching.py", "--part", "batches"], ["batching.py", "--part", "trees"]],

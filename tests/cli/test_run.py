@@ -422,8 +422,9 @@ def test_errors_of_planning_show_the_scripts_lines_alone(tmp_path: Path, store: 
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(TRAINER)
     done = penstock_run(
-        "--plan", "--device-memory", "64KiB", "--store", store, "train.py", cwd=tmp_path
-    )
+        "--plan", "--device-memory", "64KiB", "--store", store, "--time-limit", "1", "train.py",
+        cwd=tmp_path,
+    )  # fmt: skip
     assert done.returncode == 1
     assert "InfeasibleError: device_memory=64.00 KiB" in done.stderr
     assert "trainer.train()" in done.stderr
