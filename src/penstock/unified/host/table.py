@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ _SOURCES = [THREADS, Path(__file__).with_name("host_rows.cpp")]
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 _SINGLE_THREAD_BYTES = 64 * 1024  # fewer bytes are copied before a second thread is awake
 _STREAM_BYTES = 8 * 2**20  # results larger than this go past the caches
-_Batch = ctypes.c_int64 * 9  # the struct of `host_rows.cpp`
+_pack_batch = struct.Struct("9q").pack  # `struct Batch` of `host_rows.cpp`, faster than by ctypes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -206,7 +207,7 @@ def _call(
     """Call a function of the library, which moves `num_bytes`; `last` are its last arguments."""
     num_rows = table.shape[0]
     element_bytes = table.element_size()
-    batch = _Batch(
+    batch = _pack_batch(
         table.data_ptr(),
         num_rows,
         table.stride(0) * element_bytes,
