@@ -51,12 +51,12 @@ def _row(optimizer_name: str, share: float) -> BenchmarkRow:
             machine="h200",
             time_limit=2,
         )
-    with bind(found, model, optimizer, graph=graph, loss=_loss) as step:
+    with bind(found, model, optimizer, graph=graph, loss=_loss, shadow=0) as step:
         seconds = _median_seconds(lambda: step(batch))
         report = step.report()
     with (
         _without_operators(),
-        bind(found, *_trainee(optimizer_name)[:2], graph=graph, loss=_loss) as step,
+        bind(found, *_trainee(optimizer_name)[:2], graph=graph, loss=_loss, shadow=0) as step,
     ):
         own_seconds = _median_seconds(lambda: step(batch))
     return BenchmarkRow.of(
