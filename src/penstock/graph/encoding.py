@@ -144,15 +144,9 @@ def view_memory(
 
 def flat_results(result: Any) -> list[Any]:
     """Return an operator's results in the order of `Operator.outputs`."""
-    if not isinstance(result, list | tuple):
-        return [result]
-    flat = []
-    for each in result:
-        if isinstance(each, list | tuple):
-            flat += flat_results(each)
-        else:
-            flat.append(each)
-    return flat
+    if isinstance(result, list | tuple):
+        return [item for each in result for item in flat_results(each)]
+    return [result]
 
 
 def resolve(target: str) -> OpOverload:

@@ -107,8 +107,8 @@ def map_views(function: Callable[[TensorView], TensorView], value: Any) -> Any:
     if isinstance(value, TensorView):
         return function(value)
     if isinstance(value, tuple):
-        return tuple([map_views(function, item) for item in value])
-    if isinstance(value, dict | Mapping):  # the test of a dict is ten times faster
+        return tuple(map_views(function, item) for item in value)
+    if isinstance(value, Mapping):
         return {key: map_views(function, item) for key, item in value.items()}
     return value
 
