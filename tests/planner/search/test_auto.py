@@ -258,9 +258,33 @@ def test_an_interrupt_gives_the_best_plan_so_far():
     check(graph, plan)
 
 
+def test_an_interrupt_at_the_start_of_a_frozen_search_keeps_the_best_plan(monkeypatch):
+    graph = chain_step(10, weight_bytes=4096, activation_bytes=8192)
+    seconds = [1.0] * len(graph.operators)
+    peak = int(program(graph, seconds).base.max())
+    found = []
+    search_anew, try_one = AutoSearch._search_anew, AutoSearch._try
+
+    def interrupt(search, *args):
+        raise KeyboardInterrupt
+
+    def interrupted(search):
+        found.append(search.best.seconds)
+        monkeypatch.setattr(AutoSearch, "_try", interrupt)
+        try:
+            search_anew(search)
+        finally:
+            monkeypatch.setattr(AutoSearch, "_try", try_one)
+
+    monkeypatch.setattr(AutoSearch, "_search_anew", interrupted)
+    plan = planned(graph, seconds, peak // 2, time_limit=2)
+    check(graph, plan)
+    assert plan.step_seconds <= found[0] * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("few", [0, 10**9])
 def test_a_search_remembers_few_candidates(monkeypatch, few):
-    """Whatever it forgets, the best, the program's order and one without second runs interval."""
+    """Whatever it forgets, the best, the program's order and one without second runs stay."""
     sizes, quick = [], []
     note = AutoSearch._note
 

@@ -164,12 +164,15 @@ class AutoSearch:
         self.best, self._candidates = None, {}
         self.random = np.random.default_rng(self._seed)
         is_long = len(self._program) > _FEW_OPERATORS and before is not None
-        self._search(worth=before.seconds * _HOPELESS if is_long and before else np.inf)
-        self._on_better = report
-        if before is not None and (self.best is None or before.seconds <= self.best.seconds):
-            self.best = before
-        elif self.best is not None:
-            report(self.best)
+        worth = before.seconds * _HOPELESS if is_long and before else np.inf
+        try:
+            self._search(worth=worth)
+        finally:  # also where Ctrl-C ends the search before it has found anything
+            self._on_better = report
+            if before is not None and (self.best is None or before.seconds <= self.best.seconds):
+                self.best = before
+            elif self.best is not None:
+                report(self.best)
 
     def _search(self, *, worth: float) -> None:
         """Search with the free decisions; refine only what takes less than `worth` seconds."""
