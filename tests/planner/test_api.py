@@ -183,7 +183,10 @@ def test_what_would_do_counts_the_parts():
 
 def test_enough_memory_splits_nothing():
     graph = classifier_step()
-    assert plan(graph, device_memory="1GiB", machine="h200", time_limit=3).split_bytes is None
+    found = plan(graph, device_memory="1GiB", machine="h200", time_limit=3)
+    assert found.split_bytes is None and found.planned_graph(graph) is graph
+    with pytest.raises(GraphFileError, match="not for"):
+        found.planned_graph(classifier_step(width=4001))
 
 
 def test_a_split_plan_is_for_its_graph_alone():

@@ -106,10 +106,10 @@ class Plan:
         Raises:
             GraphFileError: The plan is for another graph, or from another version of Penstock.
         """
-        if self.split_bytes is None:
-            return graph
         if graph.digest != self.graph_digest:
             raise GraphFileError(_for_another(self.graph_digest, graph.digest))
+        if self.split_bytes is None:
+            return graph
         parts = split(graph, self.split_bytes)
         if len(parts.operators) != len(self.operator_seconds):
             raise GraphFileError(
