@@ -245,8 +245,9 @@ def test_ends_of_a_script(store: Path, tmp_path: Path):
     cases = [_run.RunOptions(script="end.py", arguments=[end], store=str(store)) for end in ends]
     cases.append(_run.RunOptions(script="wrong.py", store=str(store)))
     cases.append(_run.RunOptions(script="nowhere.module", module=True, store=str(store)))
+    cases.append(_run.RunOptions(script=".", store=str(store)))
     results = launch_all(cases, cwd=tmp_path)
-    assert [exit_code for exit_code, _, _ in results] == [0, 1, 7, 1, 130, 1, 1]
+    assert [exit_code for exit_code, _, _ in results] == [0, 1, 7, 1, 130, 1, 1, 1]
     said = [OURS.sub("", errors) for _, _, errors in results]
     assert said[0] == said[2] == ""
     assert said[1] == run_python("end.py", "raise", cwd=tmp_path).stderr
@@ -254,8 +255,10 @@ def test_ends_of_a_script(store: Path, tmp_path: Path):
     assert said[4].startswith("Traceback")
     assert said[4].endswith("KeyboardInterrupt\n")
     assert said[5] == run_python("wrong.py", cwd=tmp_path).stderr
-    assert "nowhere.module" in results[6][2]
-    assert "Traceback" not in results[6][2]
+    for missing, (_, _, errors) in zip(("nowhere.module", "."), results[6:], strict=True):
+        assert "cannot find " in errors and missing in errors
+        assert "Traceback" not in errors
+    assert not any("saved no activations" in errors for _, _, errors in results[5:])
 
 
 def test_the_report_is_written_also_when_the_script_raises(store: Path, script: Path):
@@ -335,24 +338,43 @@ print("trained", weight.grad.tolist())
 """
 
 
-@pytest.mark.parametrize("value", ["", "=always", "=auto"])
-def test_a_loop_of_the_scripts_own_is_refused_before_it_trains(tmp_path: Path, value: str):
+@pytest.mark.parametrize(
+    ("option", "planned"), [("--plan", (True, False)), ("--plan=auto", (False, True))]
+)
+def test_how_a_plan_is_asked_for(option: str, planned: tuple[bool, bool], monkeypatch):
+    asked = []
+    monkeypatch.setattr(_run, "launch", lambda options: asked.append(options) or 0)
+    for value in [option] if option.endswith("auto") else [option, f"{option}=always"]:
+        with pytest.raises(SystemExit):
+            cli.app(["run", value, "--device-memory", "1MiB", "train.py", "--plan=auto"])
+    assert {(options.plan, options.plan_auto) for options in asked} == {planned}
+    assert {tuple(options.arguments) for options in asked} == {("--plan=auto",)}
+
+
+def test_a_loop_of_the_scripts_own_is_refused_before_it_trains(tmp_path: Path):
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(LOOP)
-    done = penstock_run(f"--plan{value}", "--device-memory", "1MiB", "train.py", cwd=tmp_path)
-    said = "".join(done.stderr.split("\n"))
-    assert "train.py:6 calls backward() outside of a transformers.Trainer" in said
-    assert "started" in done.stdout
-    if value == "=auto":
-        assert done.returncode == 0
-        assert "trained [4.0, 4.0, 4.0]" in done.stdout
-        assert "nothing was planned" in said
-    else:
-        assert done.returncode == 2
-        assert "trained" not in done.stdout
-        assert "--plan=auto" in said
-        assert "Traceback" not in said
+    refused, went_on = launch_all(
+        [
+            _run.RunOptions(script="train.py", device_memory="1MiB", plan=True),
+            _run.RunOptions(script="train.py", device_memory="1MiB", plan_auto=True),
+        ],
+        cwd=tmp_path,
+    )
+    for _, output, errors in (refused, went_on):
+        said = "".join(errors.split("\n"))
+        assert "train.py:6 calls backward() outside of a transformers.Trainer" in said
+        assert "started" in output
+    exit_code, output, errors = went_on
+    assert exit_code == 0
+    assert "trained [4.0, 4.0, 4.0]" in output
+    assert "nothing was planned" in errors
+    exit_code, output, errors = refused
+    assert exit_code == 2
+    assert "trained" not in output
+    assert "--plan=auto" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_script_that_does_not_train_has_not_been_planned():
@@ -403,18 +425,6 @@ def test_a_script_comes_from_standard_input(tmp_path: Path, store: Path):
         for command in ([], ["-m", "penstock", "run", "--store", str(store)])
     ]
     assert outputs[0] == outputs[1] == "__main__ ['-', 'a'] '' <stdin>\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [(["-m", "pkg.nope"], "cannot find"), (["wrong.py"], "SyntaxError"), (["."], "cannot find")],
-)
-def test_a_script_that_cannot_start_says_that_alone(tmp_path, store, arguments, text):
-    (tmp_path / "wrong.py").write_text("def")
-    done = penstock_run("--store", store, *arguments, cwd=tmp_path)
-    assert done.returncode == 1
-    assert text in done.stderr
-    assert "saved no activations" not in done.stderr
 
 
 def test_errors_of_planning_show_the_scripts_lines_alone(tmp_path: Path, store: Path):
