@@ -7,7 +7,7 @@ Both revisions are checked out beside each other, and each runs its own benchmar
 its own source. Rounds alternate: before and after, then after and before. A row is the median over
 the rounds of what a benchmark calls its median; its arm is named by the revision. Arms of others
 (eager, PyG, `index_select`) are kept, too: where they differ as ours do, it was the machine. A
-benchmark that a revision cannot run is printed, and has no rows.
+benchmark that only the revision before cannot run is printed and has no rows.
 """
 
 import argparse
@@ -65,6 +65,8 @@ def main() -> None:
                 git("worktree", "add", "--detach", str(tree), getattr(options, name))
             for topic in options.topics:
                 pairs = compare(topic, trees, options, Path(folder))
+                if not pairs:
+                    raise SystemExit(f"{topic}: no case has rows of both revisions")
                 for pair in pairs:
                     print(describe(*pair), flush=True)
                 write_rows((row for pair in pairs for row in pair), options.out)
@@ -100,7 +102,7 @@ def compare(
 
 
 def run(command: list[str], tree: Path, out: Path, device: str) -> None:
-    """Run one benchmark of a revision, on its own source; print the error if it fails."""
+    """Run one benchmark of a revision, on its own source; one before may fail, and is printed."""
     script, *flags = command
     done = subprocess.run(
         [sys.executable, tree / "benchmarks" / script, *flags, "--device", device, "--out", out],
@@ -111,6 +113,8 @@ def run(command: list[str], tree: Path, out: Path, device: str) -> None:
     )
     if done.returncode != 0:
         error = f"{' '.join(command)} failed in {tree.name}:\n{done.stderr[-2000:]}"
+        if tree.name != ORDER[0]:
+            raise SystemExit(error)
         print(error, file=sys.stderr, flush=True)
 
 

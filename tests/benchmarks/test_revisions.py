@@ -1,5 +1,7 @@
 """Revisions are compared by medians over rounds; a slower one is named only beyond the spread."""
 
+import contextlib
+
 import pytest
 
 import revisions
@@ -36,9 +38,15 @@ def test_slower_means_beyond_the_spread(after, is_slower):
     assert revisions.describe(one, two).endswith("SLOWER") == is_slower
 
 
-def test_what_fails_is_named(tmp_path, capsys):
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "x.py").write_text("raise SystemExit('no such model')")
-    revisions.run(["x.py", "--quick"], tmp_path, tmp_path / "out", "cpu")
-    said = capsys.readouterr().err
-    assert "x.py --quick failed in " in said and "no such model" in said
+@pytest.mark.parametrize("name", revisions.ORDER)
+def test_what_fails_is_named(name, tmp_path, capsys):
+    """It ends the comparison unless it is the revision before, which may be older than a case."""
+    tree = tmp_path / name
+    (tree / "benchmarks").mkdir(parents=True)
+    (tree / "benchmarks" / "x.py").write_text("raise SystemExit('no such model')")
+    ends = pytest.raises(SystemExit, match=r"x\.py --quick failed in after:\nno such model")
+    with ends if name == "after" else contextlib.nullcontext():
+        revisions.run(["x.py", "--quick"], tree, tmp_path / "out", "cpu")
+    assert ("x.py --quick failed in before:\nno such model" in capsys.readouterr().err) == (
+        name == "before"
+    )

@@ -185,9 +185,9 @@ def unlike_eager(op: Any, samples: Sequence[tuple[Any, bool]], found: Counter[st
             return [name for each in samples for name in unlike_eager(op, [each], found)]
         found["refused"] += 1
         return []
-    found_plan = plan(graph, machine=MACHINE, time_limit=0.02)
-    # What `shadow` compares in a step is compared below, over all steps.
-    with bind(found_plan, model, optimizer, graph=graph, shadow=0, debug=True) as step:
+    with bind(
+        plan(graph, machine=MACHINE, time_limit=0.02), model, optimizer, graph=graph, debug=True
+    ) as step:
         torch.manual_seed(1)
         planned = [step(torch.ones(1)) for _ in range(NUM_STEPS)]
     found[op.name] += 1

@@ -27,14 +27,14 @@ from _relational import (
     results_and_gradients,
 )
 from penstock import rgnn
-from penstock.rgnn import dot, edge_mean, edge_softmax
+from penstock.rgnn import dot, edge_mean, edge_softmax, spaces
 from penstock.rgnn.backends.triton import _kernels, _tables
 from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_backend.py runs this"
 
-EARLY = {"LIGHT": 1, "MIDDLING": 2, "HEAVY": 4, "PIECE_ROWS": 3}
-"""Bounds of `_tables` with which small graphs have groups of every kind."""
+EARLY = {"LIGHT": 1, "MIDDLING": 2, "HEAVY": 4, "PIECE_ROWS": 3, "_MIN_PIECE": 3}
+"""Bounds of `_tables` with which small graphs have groups of every kind, and sums of pieces."""
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -221,6 +221,9 @@ def test_rows_that_all_go_to_one_weight():
     one_relation = rgnn.Graph(
         graph.edge_index, torch.ones_like(graph.edge_type), num_nodes=7, num_relations=2
     )
+    for target in (spaces.EDGE_TYPE, spaces.to_one(spaces.Space.EDGE)):
+        _, cut = _tables.sort_groups(one_relation, target)
+        assert cut is not None and cut.runs.count > 20
     check(body, one_relation, (random_tensor(7, 2), random_tensor(2, 2), random_tensor(2)))
 
 
