@@ -1,0 +1,185 @@
+"""Refusals: arguments, adapters and models with which jobs on one base cannot be exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from penstock.lora.jobs._packed_model import check_layer, list_dropouts
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+# Fields of LoraConfig that may have any value; `init_lora_weights` and `bias` are looked at.
+_FREE_FIELDS = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout",
+    "fan_in_fan_out", "use_rslora", "layers_to_transform", "layers_pattern", "rank_pattern",
+    "alpha_pattern", "init_lora_weights", "runtime_config", "loftq_config", "megatron_core",
+    "qalora_group_size",
+}  # fmt: skip
+_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
+
+_REMEDIES = {
+    "modules_to_save": "the base is frozen and shared: train those modules in a run of their own",
+    "trainable_token_indices": "the base is frozen and shared: train tokens in a run of their own",
+    "bias": 'the base is frozen and shared: use bias="none"',
+    "use_dora": "train DoRA with stock PEFT, or use plain LoRA",
+    "lora_bias": "use lora_bias=False",
+}
+
+
+def check_name(name: object, model: nn.Module) -> None:
+    """Refuse a job's name that is no folder's and adapter's name in any model.
+
+    Raises:
+        ValueError: The name is not of letters, digits, "_" and "-", or has another meaning in PEFT.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+        raise ValueError(f"name is {name!r}; accepted are letters, digits, '_' and '-'")
+    parts = {part for path, _ in model.named_modules() for part in path.split(".")}
+    is_taken = name in parts or hasattr(nn.ModuleDict(), name) or name in ("weight", "bias")
+    if is_taken or "lora_" in name:
+        raise ValueError(
+            f"name is {name!r}, which has a meaning of its own in PEFT or names a module of the "
+            "model: choose another"
+        )
+
+
+def check_count(job: str, name: str, number: object) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"job {job!r}: {name} is {number!r}; accepted are whole numbers >= 1")
+
+
+def check_config(job: str, config: Any) -> LoraConfig:
+    """Return a copy of a LoraConfig if plain LoRA on linear layers is all that it asks for.
+
+    Raises:
+        TypeError: It is another kind of config.
+        ValueError: A field asks for more; the message names the field and the remedy.
+    """
+    import copy
+
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig:
+        raise TypeError(f"job {job!r}: config is a {type(config).__name__}; accepted is LoraConfig")
+    plain = LoraConfig()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in _FREE_FIELDS or value == getattr(plain, field.name) or not value:
+            continue
+        remedy = _REMEDIES.get(field.name, "leave it out, or train that job with stock PEFT")
+        raise ValueError(
+            f"job {job!r}: LoraConfig({field.name}={value!r}) is not possible here: {remedy}"
+        )
+    if config.init_lora_weights not in _INITIALISATIONS:
+        raise ValueError(
+            f"job {job!r}: LoraConfig(init_lora_weights={config.init_lora_weights!r}) changes or "
+            f"reads the base's weights; accepted are {_INITIALISATIONS}"
+        )
+    ranks = [config.r, *(config.rank_pattern or {}).values()]
+    if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
+        raise ValueError(f"job {job!r}: LoraConfig has the ranks {ranks}; accepted are ranks >= 1")
+    if not 0 <= config.lora_dropout < 1:
+        raise ValueError(
+            f"job {job!r}: LoraConfig(lora_dropout={config.lora_dropout}); accepted are "
+            "probabilities in [0, 1)"
+        )
+    return copy.deepcopy(config)
+
+
+def check_base(model: Any) -> None:
+    """Refuse a base on which samples cannot stand back to back, as far as its config says.
+
+    Raises:
+        TypeError: It is no causal language model of Transformers, or already a PEFT model.
+        ValueError: It has dropout of its own, is an encoder and decoder, or has positions that
+            depend on the longest sample of a pass.
+    """
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PeftModel) or getattr(model, "peft_config", None):
+        raise TypeError(
+            "base_model is already a PEFT model; Jobs makes the adapters itself: give the model "
+            "without them (PeftModel.unload, or merge_and_unload to train on top of them)"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"base_model is a {type(model).__name__}; accepted are causal language models of "
+            "Transformers"
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder and decoder, not a causal model")
+    if names := list_dropouts(model):
+        raise ValueError(
+            f"{type(model).__name__} has dropout of its own ({', '.join(names[:4])}), which would "
+            "draw another mask beside other jobs: set its probabilities to 0 in the model's config "
+            "before the model is made; LoraConfig(lora_dropout=...) is the job's own"
+        )
+
+
+def check_positions(model: Any, num_rows: int) -> None:
+    """Refuse rotary frequencies that depend on the longest sample of a pass.
+
+    Args:
+        model: The base model.
+        num_rows: The most tokens of a sample.
+
+    Raises:
+        ValueError: The frequencies are "dynamic" or "longrope", and samples may be long enough.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = rope if any(isinstance(each, dict) for each in rope.values()) else {"": rope}
+    for parameters in kinds.values():
+        kind = parameters.get("rope_type", "default") if isinstance(parameters, dict) else "default"
+        known = (
+            parameters.get("original_max_position_embeddings")
+            if isinstance(parameters, dict)
+            else None
+        ) or getattr(config, "original_max_position_embeddings", None)
+        known = known or getattr(config, "max_position_embeddings", 0)
+        if kind in ("dynamic", "longrope") and num_rows > known:
+            raise ValueError(
+                f"{type(model).__name__} has rotary positions of the kind {kind!r}, whose "
+                f"frequencies depend on the longest sample of a pass from {known} tokens on: set "
+                "max_tokens to at most that"
+            )
+
+
+def check_adapter_layers(job: str, layers: dict[str, nn.Module]) -> None:
+    """Refuse layers of a job's adapter that are no plain LoRA on a linear layer.
+
+    Args:
+        job: Name of the job and of its adapter.
+        layers: PEFT's LoRA layers by name.
+
+    Raises:
+        ValueError: A layer is of another kind, or has a part that a pass would not run.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    for name, layer in layers.items():
+        has_adapter = any(
+            job in getattr(layer, part, ()) for part in ("lora_A", "lora_embedding_A")
+        )
+        if not has_adapter:
+            continue
+        if type(layer) is not Linear or job in getattr(layer, "lora_variant", ()):
+            base = type(layer.base_layer).__name__
+            raise ValueError(
+                f"job {job!r}: target module {name} is a {base}, with adapters of the kind "
+                f"{type(layer).__name__}; accepted are linear layers with plain LoRA: leave it out "
+                "of target_modules, or train that job with stock PEFT"
+            )
+        check_layer(name, layer)
