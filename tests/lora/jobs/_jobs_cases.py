@@ -43,15 +43,15 @@ def adamw(parameters):
 
 JOBS = {
     "plain": {
-        "data": make_data(1, 11, 4, 30),
+        "data": make_data(1, 11, 4, 24),
         "config": LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
         "batch_size": 3,
         "accumulation": 2,
     },
     "wide": {
-        "data": make_data(2, 20, 1, 24),
+        "data": make_data(2, 20, 1, 20),
         "config": LoraConfig(r=6, target_modules=ALL_LINEAR, use_rslora=True),
-        "batch_size": 4,
+        "batch_size": 3,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     },
     "long": {
@@ -63,7 +63,7 @@ JOBS = {
     "short": {
         "data": make_data(4, 30, 2, 9),
         "config": LoraConfig(r=16, lora_dropout=0.05, target_modules=["down_proj", "o_proj"]),
-        "batch_size": 5,
+        "batch_size": 4,
         "clipping": 0.5,
         "schedule": lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 50),
     },

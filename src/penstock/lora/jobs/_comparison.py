@@ -102,7 +102,7 @@ class Trial:
         resting = [module for module in model.modules() if not module.training]
         try:
             model.train()
-            for layer in self.packed.list_layers().values():
+            for layer in self.packed.find_layers().values():
                 layer.lora_dropout.eval()
             return model(input_ids=sample.tokens[None].to(self.packed.device)).logits[0]
         finally:

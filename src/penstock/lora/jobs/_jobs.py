@@ -407,8 +407,9 @@ class Jobs:
                 self._peft = get_peft_model(self._base, config, adapter_name=name)
             else:
                 self._peft.add_adapter(name, config)
-        layers = self._packed.list_layers()
+        layers = self._packed.find_layers()
         check_adapter_layers(name, layers)
+        self._packed.check_layers()
         self._peft.set_adapter(name)
         adapters = {
             layer_name: Adapter(
@@ -432,8 +433,10 @@ class Jobs:
             if name in self._peft.peft_config:
                 self._peft.set_adapter(others[0])
                 self._peft.delete_adapter(name)
+                self._packed.find_layers()
             return
         self._peft.unload()
+        self._packed.find_layers()
         self._peft = None
         if hasattr(self._base, "peft_config"):
             del self._base.peft_config

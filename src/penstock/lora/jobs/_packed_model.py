@@ -7,7 +7,7 @@ attention, and those only within `open`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,9 @@ from penstock.lora.jobs._attention import PackingError, attend_by_sample
 from penstock.lora.jobs._micro_batch import MicroBatch
 
 _numbers = itertools.count()
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 
 
 class PackedModel:
@@ -37,20 +40,55 @@ class PackedModel:
         self._name = f"penstock_jobs_{next(_numbers)}"
         self._batch: MicroBatch | None = None
         self._calls = [0]
+        self._layers: dict[str, nn.Module] = {}
+        self._parts: list[tuple[str, nn.Module]] = []
 
-    def list_layers(self) -> dict[str, nn.Module]:
-        """Return PEFT's LoRA layers by name."""
+    def find_layers(self) -> dict[str, nn.Module]:
+        """Return PEFT's LoRA layers by name, after adapters came or went."""
         from peft.tuners.lora.layer import LoraLayer
 
-        return {name: m for name, m in self.model.named_modules() if isinstance(m, LoraLayer)}
+        found = {name: m for name, m in self.model.named_modules() if isinstance(m, LoraLayer)}
+        self._layers = found
+        self._parts = [
+            (f"{name}.{part}", module)
+            for name, layer in found.items()
+            for part, module in layer.named_modules()
+            if part
+        ]
+        return found
+
+    def check_layers(self) -> None:
+        """Refuse layers in which more happens than base product, dropout and low-rank addition.
+
+        Raises:
+            ValueError: A layer's `forward` was replaced, or one of its parts has hooks or is
+                another module than PEFT put there.
+        """
+        for name, layer in self._layers.items():
+            if "forward" in vars(layer):
+                raise ValueError(
+                    f"layer {name} has a forward that was put in place of PEFT's: undo that first "
+                    "(penstock.lora.unfuse for fused models)"
+                )
+            for adapter, module in layer.lora_dropout.items():  # pyright: ignore
+                if type(module) not in (nn.Dropout, nn.Identity):
+                    raise ValueError(
+                        f"{name}.lora_dropout.{adapter} is a {type(module).__name__}; Jobs computes "
+                        "PEFT's own modules only: put them back"
+                    )
+        for name, module in self._parts:
+            if "forward" in vars(module) or any(getattr(module, each) for each in _HOOKS):
+                raise ValueError(
+                    f"{name} has hooks or a forward of its own, which a pass over several jobs "
+                    "would not run: remove them, or hook the LoRA layer itself"
+                )
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Make the model ready for micro-batches: forward and backward passes belong inside."""
         resting = [module for module in self.model.modules() if not module.training]
-        layers = self.list_layers()
-        for name, layer in layers.items():
-            check_layer(name, layer)
+        layers = self._layers
+        self.check_layers()
         try:
             self.model.train()
             for name, layer in layers.items():
@@ -99,41 +137,6 @@ class PackedModel:
             return add(base(x), x, use.adapters, use.rows, seed=use.seeds)
 
         return forward
-
-
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
-
-
-def check_layer(name: str, layer: nn.Module) -> None:
-    """Refuse a layer in which more happens than base product, dropout and low-rank addition.
-
-    Raises:
-        ValueError: The layer's `forward` was replaced, or one of its parts has hooks or is another
-            module than PEFT put there.
-    """
-    if "forward" in vars(layer):
-        raise ValueError(
-            f"layer {name} has a forward that was put in place of PEFT's: undo that first "
-            "(penstock.lora.unfuse for fused models)"
-        )
-    parts: Mapping[str, nn.Module] = {
-        part: module for part, module in layer.named_modules() if part
-    }
-    for part, module in parts.items():
-        if any(getattr(module, hooks, None) for hooks in _HOOKS) or "forward" in vars(module):
-            raise ValueError(
-                f"{name}.{part} has hooks or a forward of its own, which a pass over several jobs "
-                "would not run: remove them, or hook the layer itself"
-            )
-    for kind, expected in (("lora_dropout", (nn.Dropout, nn.Identity)), ("lora_A", (nn.Linear,))):
-        for adapter, module in getattr(layer, kind).items():
-            if type(module) not in expected:
-                raise ValueError(
-                    f"{name}.{kind}.{adapter} is a {type(module).__name__}; Jobs computes PEFT's "
-                    "own modules only: put them back"
-                )
 
 
 def list_dropouts(model: nn.Module) -> list[str]:
