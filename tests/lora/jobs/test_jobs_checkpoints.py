@@ -1,0 +1,190 @@
+"""Checkpoints: the same bits after resuming, adapters for stock PEFT, and never half of one."""
+
+import copy
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from _jobs_cases import JOBS, add_job, have_same_bits, make_data, make_llama, results_of
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from penstock.lora.jobs import Jobs, _checkpoint
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, alone):
+    """In a model that is made again; "long" is paused, "wide" not yet begun when it is saved."""
+    with Jobs(make_llama(), max_tokens=128) as jobs:
+        for name in ("plain", "short", "long"):
+            add_job(jobs, name)
+        jobs.run(num_steps=7)
+        jobs.pause("long")
+        jobs.run(num_steps=2)
+        add_job(jobs, "wide")
+        jobs.save(tmp_path)
+    with Jobs(make_llama(), max_tokens=128) as jobs:
+        for name in ("wide", "long", "short", "plain"):
+            add_job(jobs, name)
+        jobs.restore(tmp_path)
+        steps = {job.name: (job.state, job.num_steps) for job in jobs.report().jobs}
+        assert steps == {
+            "wide": ("running", 0),
+            "long": ("paused", 7),
+            "short": ("running", 9),
+            "plain": ("running", 9),
+        }
+        jobs.resume("long")
+        jobs.run()
+        resumed = results_of(jobs)
+    for name in JOBS:
+        assert have_same_bits(resumed[name], alone[name])
+
+
+def test_stock_peft_loads_the_adapters(tmp_path, llama):
+    tokens = torch.arange(20)[None]
+    with Jobs(llama, max_tokens=128) as jobs:
+        for name in ("plain", "wide"):
+            add_job(jobs, name, num_steps=5)
+        jobs.run()
+        jobs.save(tmp_path)
+        jobs.save_adapter("wide", tmp_path / "wide")
+        llama.eval()
+        expected = {}
+        for name in ("plain", "wide"):
+            jobs._peft.set_adapter(name)
+            expected[name] = llama(input_ids=tokens).logits
+    loaded = PeftModel.from_pretrained(make_llama(), tmp_path / "latest" / "plain")
+    loaded.eval()
+    assert torch.equal(loaded(input_ids=tokens).logits, expected["plain"])
+    loaded.load_adapter(tmp_path / "wide", adapter_name="second")
+    loaded.set_adapter("second")
+    assert torch.equal(loaded(input_ids=tokens).logits, expected["wide"])
+    assert not torch.equal(expected["plain"], expected["wide"])
+    # The files are those that stock PEFT writes.
+    stock = get_peft_model(make_llama(), copy.deepcopy(JOBS["plain"]["config"]))
+    stock.save_pretrained(tmp_path / "stock")
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "stock" / file).exists()
+    ours, theirs = (
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (tmp_path / "latest" / "plain", tmp_path / "stock")
+    )
+    assert {key: each for key, each in ours.items() if key != "target_modules"} == {
+        key: each for key, each in theirs.items() if key != "target_modules"
+    }
+    assert sorted(ours["target_modules"]) == sorted(theirs["target_modules"])
+
+
+SAVE_FOR_EVER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from _jobs_cases import add_job, make_llama
+from penstock.lora.jobs import Jobs
+jobs = Jobs(make_llama(), max_tokens=128)
+add_job(jobs, "short", num_steps=100000)
+while True:
+    jobs.step()
+    jobs.save(sys.argv[1])
+    print(jobs.report().jobs[0].num_steps, flush=True)
+"""
+
+
+def test_kill_9_while_saving_leaves_a_whole_checkpoint(tmp_path):
+    """The process is killed at several moments of its saves; each time the latest one loads."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SAVE_FOR_EVER, tmp_path, Path(__file__).parent],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for _ in range(3):
+        saved = int(process.stdout.readline())
+    time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    saved = max([saved, *(int(line) for line in process.stdout.read().split())])
+    process.wait()
+    process.stdout.close()
+    with Jobs(make_llama(), max_tokens=128) as jobs:
+        add_job(jobs, "short", num_steps=100000)
+        jobs.restore(tmp_path)
+        steps = jobs.report().jobs[0].num_steps
+        assert saved <= steps <= saved + 1
+        resumed = results_of(jobs)["short"]
+        jobs.save(tmp_path)
+    names = sorted(each.name for each in tmp_path.iterdir() if not each.is_symlink())
+    assert names == [(tmp_path / "latest").readlink().name]
+    with Jobs(make_llama(), max_tokens=128) as jobs:
+        add_job(jobs, "short", num_steps=100000)
+        jobs.run(num_steps=steps)
+        assert have_same_bits(results_of(jobs)["short"], resumed)
+
+
+@pytest.mark.parametrize("moment", ["write_adapter", "_flush_tree", "_flush", "_remove_others"])
+def test_an_error_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path, base, monkeypatch, moment
+):
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "short", num_steps=4)
+        jobs.step()
+        jobs.save(tmp_path)
+        jobs.step()
+
+        def fail(*_):
+            raise OSError("disk full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_checkpoint, moment, fail)
+            with pytest.raises(OSError, match="disk full"):
+                jobs.save(tmp_path)
+        jobs.step()
+        jobs.restore(tmp_path)
+        assert jobs.report().jobs[0].num_steps == (2 if moment == "_remove_others" else 1)
+        jobs.save(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_restore_refuses_what_would_have_other_bits(tmp_path, base):
+    with Jobs(base, max_tokens=128) as jobs:
+        with pytest.raises(ValueError, match="no job to save"):
+            jobs.save(tmp_path)
+        with pytest.raises(FileNotFoundError, match="no checkpoint of Jobs"):
+            jobs.restore(tmp_path)
+        add_job(jobs, "plain", num_steps=2)
+        jobs.run()
+        jobs.save(tmp_path)
+    changes = [
+        ({"seed": 77}, "another settings than in the checkpoint: seed was"),
+        ({"data": make_data(8, 11, 4, 24)}, "another data"),
+        ({"config": LoraConfig(r=5, target_modules=["q_proj", "v_proj"])}, "another config"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "another optimizer"),
+        (
+            {"schedule": lambda o: torch.optim.lr_scheduler.ConstantLR(o)},
+            "another schedule than in the checkpoint",
+        ),
+    ]
+    for arguments, message in changes:
+        with Jobs(base, max_tokens=128) as jobs:
+            add_job(jobs, "plain", **{"num_steps": 2, **arguments})
+            with pytest.raises(ValueError, match=message):
+                jobs.restore(tmp_path)
+            assert jobs.report().jobs[0].num_steps == 0
+    with Jobs(base, max_tokens=96) as jobs:
+        add_job(jobs, "plain", num_steps=2)
+        with pytest.raises(ValueError, match="max_tokens=128; it is 96 now"):
+            jobs.restore(tmp_path)
+    with Jobs(make_llama(initializer_range=0.1), max_tokens=128) as jobs:
+        add_job(jobs, "plain", num_steps=2)
+        with pytest.raises(ValueError, match="was saved with base="):
+            jobs.restore(tmp_path)
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "other", num_steps=2)
+        with pytest.raises(ValueError, match=r"has the jobs \['plain'\]; added are \['other'\]"):
+            jobs.restore(tmp_path)

@@ -1,0 +1,252 @@
+"""A job that fails, is interrupted or raises leaves the others, and itself, at the end of a step."""
+
+import os
+import signal
+
+import pytest
+import torch
+from _jobs_cases import JOBS, add_job, adamw, have_same_bits, make_data, results_of, weights_of
+
+from penstock.lora.jobs import Jobs
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base):
+    """The job "plain" after a few steps alone."""
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "plain", num_steps=STEPS)
+        jobs.run()
+        return results_of(jobs)["plain"]
+
+
+def fail_at(step, wrong):
+    """A loss that is as ever for a number of calls, and `wrong` of it then."""
+    calls = [0]
+
+    def loss(logits, targets):
+        calls[0] += 1
+        total = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        return wrong(total) if calls[0] > step else total
+
+    return loss
+
+
+def raise_error(total):
+    raise RuntimeError("no loss today")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda total: total * torch.nan, "the loss of step 2 is nan"),
+        (lambda total: total * torch.inf, "the loss of step 2 is inf"),
+        (lambda total: total + (total - total.detach()).sqrt(), "a gradient of step 2 is not"),
+        (raise_error, "its loss raised RuntimeError: no loss today"),
+        (lambda total: total.detach(), "its loss raised ValueError: the loss is no number"),
+    ],
+    ids=["nan", "inf", "gradient", "raises", "constant"],
+)
+def test_a_job_that_fails_keeps_its_last_weights_and_leaves_the_other(
+    base, undisturbed, wrong, reason
+):
+    with Jobs(base, max_tokens=128) as jobs:
+        # Its samples are one chunk a step.
+        add_job(jobs, "short", num_steps=STEPS, batch_size=2, loss=fail_at(2, wrong))
+        add_job(jobs, "plain", num_steps=STEPS)
+        jobs.run(num_steps=2)
+        before = weights_of(jobs, "short")
+        report = jobs.run()
+        failed, other = report.jobs
+        assert failed.state == "failed"
+        assert failed.reason is not None
+        assert failed.reason.startswith(reason)
+        assert failed.num_steps == len(failed.losses) == 2
+        assert f"failed, 2/{STEPS} steps" in str(report)
+        assert all(map(torch.equal, before.values(), weights_of(jobs, "short").values()))
+        assert other.state == "finished"
+        assert have_same_bits(results_of(jobs)["plain"], undisturbed)
+        with pytest.raises(ValueError, match="job 'short' is failed .*not paused"):
+            jobs.resume("short")
+
+
+class LazyData:
+    """Samples that are read from somewhere, which may fail."""
+
+    def __init__(self, samples):
+        self.samples, self.broken = samples, False
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if self.broken:
+            raise OSError("the disk is gone")
+        return self.samples[index]
+
+
+def test_data_that_raises_fails_its_job_alone(base, undisturbed):
+    data = LazyData(make_data(5, 8, 3, 9))
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "short", data=data, num_steps=STEPS)
+        add_job(jobs, "plain", num_steps=STEPS)
+        jobs.step()
+        data.broken = True
+        report = jobs.run()
+        assert report.jobs[0].reason == "its data raised OSError: the disk is gone"
+        assert report.jobs[0].num_steps == 1
+        assert have_same_bits(results_of(jobs)["plain"], undisturbed)
+
+
+class BrokenSchedule(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self):
+        if self.last_epoch == 3:
+            raise ArithmeticError("no rate")
+        return [0.01]
+
+
+class BrokenOptimizer(torch.optim.SGD):
+    def step(self):
+        super().step()
+        if "momentum_buffer" in self.state[self.param_groups[0]["params"][0]]:
+            raise ArithmeticError("half done")
+
+
+def test_a_schedule_and_an_optimizer_that_raise_fail_their_jobs_alone(base, undisturbed):
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "short", num_steps=STEPS, schedule=BrokenSchedule)
+        add_job(
+            jobs,
+            "wide",
+            num_steps=STEPS,
+            optimizer=lambda parameters: BrokenOptimizer(parameters, lr=0.1, momentum=0.9),
+        )
+        add_job(jobs, "plain", num_steps=STEPS)
+        before = weights_of(jobs, "wide")
+        report = jobs.run()
+        short, wide, _ = report.jobs
+        assert short.reason == "the schedule after step 2 raised ArithmeticError: no rate"
+        assert short.num_steps == 3
+        assert wide.reason == "the optimizer of step 0 raised ArithmeticError: half done"
+        assert wide.num_steps == 0
+        assert all(map(torch.equal, before.values(), weights_of(jobs, "wide").values()))
+        assert have_same_bits(results_of(jobs)["plain"], undisturbed)
+
+
+def test_ctrl_c_in_a_pass_leaves_all_jobs_at_the_end_of_a_step(base, undisturbed):
+    pressed = []
+
+    def press(total):
+        if not pressed:
+            pressed.append(True)
+            raise KeyboardInterrupt
+        return total
+
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "plain", num_steps=STEPS)
+        add_job(jobs, "long", num_steps=STEPS, loss=fail_at(3, press))
+        with pytest.raises(KeyboardInterrupt):
+            jobs.run()
+        stopped = jobs.report().jobs
+        assert pressed
+        assert any(job.num_steps < STEPS for job in stopped)
+        assert type(base.model.layers[0].self_attn.q_proj).__name__ == "Linear"
+        assert "forward" not in vars(base.model.layers[0].self_attn.q_proj)
+        assert base.config._attn_implementation == "sdpa"
+        jobs.run()
+        interrupted = results_of(jobs)
+    assert have_same_bits(interrupted["plain"], undisturbed)
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "long", num_steps=STEPS)
+        jobs.run()
+        assert have_same_bits(interrupted["long"], results_of(jobs)["long"])
+
+
+class PressingOptimizer(torch.optim.SGD):
+    """An optimizer in the middle of whose second step the user presses Ctrl-C."""
+
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        if self.steps == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):  # Python runs handlers between its instructions
+                pass
+        super().step()
+
+
+def test_ctrl_c_in_an_update_waits_for_its_end(base):
+    found = []
+    for kind in (torch.optim.SGD, PressingOptimizer):
+        with Jobs(base, max_tokens=128) as jobs:
+            add_job(jobs, "short", num_steps=4, optimizer=lambda p, k=kind: k(p, lr=0.1))
+            if kind is PressingOptimizer:
+                with pytest.raises(KeyboardInterrupt):
+                    jobs.run()
+                assert jobs.report().jobs[0].num_steps == 2
+            jobs.run()
+            found.append(results_of(jobs)["short"])
+    assert have_same_bits(*found)
+
+
+def test_the_model_is_as_it_was_after_a_step_and_after_close(llama):
+    llama.eval()
+    trainable = [name for name, each in llama.named_parameters() if each.requires_grad]
+    before = {name: each.clone() for name, each in llama.state_dict().items()}
+    tokens = torch.arange(10)[None]
+    logits = llama(input_ids=tokens).logits
+    with Jobs(llama, max_tokens=128) as jobs:
+        add_job(jobs, "plain", num_steps=2)
+        add_job(jobs, "wide", num_steps=2)
+        jobs.step()
+        assert not any(module.training for module in (llama, llama.model.layers[0].mlp))
+        assert llama.config._attn_implementation == "sdpa"
+        assert not torch.equal(llama(input_ids=tokens).logits, logits)  # the last adapter is active
+    assert [name for name, each in llama.named_parameters() if each.requires_grad] == trainable
+    assert llama.state_dict().keys() == before.keys()
+    assert all(torch.equal(each, before[name]) for name, each in llama.state_dict().items())
+    assert torch.equal(llama(input_ids=tokens).logits, logits)
+    assert not hasattr(llama, "peft_config")
+
+
+def test_finished_jobs_may_be_removed_and_others_added_under_their_name(base, undisturbed):
+    with Jobs(base, max_tokens=128) as jobs:
+        for _ in range(2):
+            add_job(jobs, "plain", num_steps=STEPS)
+            jobs.run()
+            assert have_same_bits(results_of(jobs)["plain"], undisturbed)
+            jobs.remove("plain")
+        assert jobs.report().jobs == ()
+        assert jobs.step() == {}
+        with pytest.raises(ValueError, match="there is no job 'plain'"):
+            jobs.remove("plain")
+
+
+def test_reports_are_plain_data_and_a_table(base):
+    with Jobs(base, max_tokens=128, pipeline_depth=2) as jobs:
+        add_job(jobs, "plain", num_steps=3)
+        seen = []
+        jobs.run(num_steps=2, on_step=seen.append)
+        report = jobs.report()
+        assert [each.jobs[0].num_steps for each in seen] == [1, 2]
+        plain = report.to_dict()
+        assert plain["jobs"][0]["losses"] == report.jobs[0].losses
+        assert plain["pipeline_depth"] == 2
+        assert report.jobs[0].num_tokens == report.num_tokens > 0
+        assert report.jobs[0].tokens_per_second > 0
+        assert report.jobs[0].learning_rate == adamw([torch.zeros(1)]).param_groups[0]["lr"]
+        assert report.num_least_micro_batches <= report.num_micro_batches
+        assert report.num_least_rows <= report.num_most_rows == 128
+        assert "running, 2/3 steps" in str(report)
+        assert "plain" in str(report.jobs[0])
+
+
+def test_one_base_serves_four_jobs_without_a_copy(base):
+    with Jobs(base, max_tokens=128) as jobs:
+        first = {id(each) for each in base.parameters()}
+        for name in JOBS:
+            add_job(jobs, name)
+        adapters = {id(each) for job in jobs._jobs.values() for each in job.parameters}
+        assert {id(each) for each in base.parameters()} == first | adapters
