@@ -1,6 +1,6 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
-compat, units, errors, tables <- memory, codegen <- activations, unified, graph, rgnn, batching
+compat, solvers, units, errors, tables <- memory, codegen <- activations, unified, graph, rgnn, batching
   <- traversal <- planner <- executor <- report <- integrations <- cli, env
 
 No modules import each other in a circle, and none imports a private module of another package.
@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 LAYERS = [
-    {"compat", "units", "errors", "tables", "_lazy", "_version"},
+    {"compat", "solvers", "units", "errors", "tables", "_lazy", "_version"},
     {"memory", "codegen"},
     {"activations", "unified", "graph", "rgnn", "batching"},
     {"traversal"},

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
-from penstock.planner._linear_program import LinearProgram
+from penstock.solvers import LinearProgram
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Found
 from penstock.planner._request import LinkRates, PlanRequest

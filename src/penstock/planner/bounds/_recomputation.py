@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._linear_program import LinearProgram
+from penstock.solvers import LinearProgram
 from penstock.planner._request import LinkRates
 from penstock.planner.bounds._forced import Forced, made_anew
 

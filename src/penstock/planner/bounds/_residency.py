@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.planner._linear_program import LinearProgram
+from penstock.solvers import LinearProgram
 from penstock.planner.bounds._fixed_order import FixedOrder
 
 _Terms = tuple[list[int], list[float]]  # columns and their factors

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.planner._linear_program import LinearProgram
+from penstock.solvers import LinearProgram
 from penstock.planner._live_ranges import occupied_bytes
 from penstock.planner.bounds._fixed_order import FixedOrder
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from penstock.graph import StepGraph
-from penstock.planner._linear_program import LinearProgram
+from penstock.solvers import LinearProgram
 from penstock.planner.exact._groups import OperatorGroups
 
 _Terms = tuple[float, list[int], list[float]]  # a constant, columns and their factors

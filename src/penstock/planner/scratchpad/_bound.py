@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from penstock.planner._linear_program import LinearProgram
+from penstock.solvers import LinearProgram
 from penstock.planner.scratchpad._residency import INTEGRAL
 from penstock.planner.scratchpad._search import find_neighbours
 from penstock.planner.scratchpad._types import ScratchpadGraph

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from penstock.planner._linear_program import LinearProgram
+from penstock.solvers import LinearProgram
 from penstock.planner.scratchpad._types import ScratchpadGraph
 
 INTEGRAL = 1e-6  # of the solver's bounds, which are rounded up to whole costs
