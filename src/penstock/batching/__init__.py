@@ -1,4 +1,4 @@
-"""Batches that fit: a sampler that fills a cap, bins of samples, irregular computations in batches."""
+"""Batches that fit: below a cap, in few bins, and irregular computations in few calls."""
 
 from penstock.batching._meter import measured_peak
 from penstock.batching.dynamic import (

@@ -1,4 +1,4 @@
-"""Packing of samples below a cap: first fit decreasing, and HiGHS where that may miss the optimum."""
+"""Packing of samples below a cap: first fit decreasing, and a search where it may be bettered."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from penstock.units import parse_bytes
 
 _logger = logging.getLogger(__name__)
 
-# Programs of more samples than that rarely end within seconds.
-_MOST_SAMPLES = 60
-_MOST_TO_COMPLETE = 200
+# Samples for which HiGHS searches, whose larger programs rarely end within seconds.
+_MOST_IN_PROGRAM = 60
+_MOST_TO_COMPLETE = 200  # samples for which bin completion searches
 
 _Bins = list[list[int]]
 
@@ -51,21 +51,21 @@ class BinPacking(Report, title="bins", hidden={"bins", "loads"}):
     optimal: bool
     """Whether `num_bins` equals `lower_bound`."""
     method: str
-    """The method whose bins these are: "first fit decreasing" or "HiGHS"."""
+    """The method whose bins these are: "first fit decreasing", "bin completion" or "HiGHS"."""
     stopped: bool
     """Whether the time limit ended the search. If not, the same arguments give the same bins on
     every machine that has HiGHS in the same version."""
 
 
 def pack_bins(
-    sizes: Sequence[int] | Integers, cap: int | str, *, time_limit: float = 1.0
+    sizes: Sequence[int] | Integers, cap: int | str, *, time_limit: float = 5.0
 ) -> BinPacking:
     """Pack samples into few bins, none of which holds more than a cap.
 
-    First fit decreasing: the largest sample comes first, and goes into the first bin with room. Up
-    to 60 samples HiGHS goes on where that is above the lower bound L2 of Martello and Toth, or
-    where the last bin could be lighter: it looks for the fewest bins and, of these packings, for
-    the one whose lightest bin is lightest.
+    First fit decreasing: the largest sample comes first, and goes into the first bin with room.
+    Where that is above the lower bound L2 of Martello and Toth, up to 200 samples are packed by bin
+    completion as well, and up to 60 by HiGHS, for the fewest bins. HiGHS then makes the lightest
+    bin lighter, where its program is small.
 
     Example:
         >>> packing = pack_bins([4, 4, 4, 6, 6, 6, 3], 10)
@@ -81,8 +81,8 @@ def pack_bins(
             nodes, so the limit rarely ends it; `stopped` says where it did.
 
     Returns:
-        The bins and their lower bound. Without HiGHS installed they are those of first fit
-        decreasing, which is logged once.
+        The bins and their lower bound. That HiGHS is not installed is logged once, and nothing
+        else changes.
 
     Raises:
         TypeError: Sizes are no whole numbers.
@@ -91,7 +91,7 @@ def pack_bins(
     Source:
         Johnson, Near-optimal bin packing algorithms (1973); Martello and Toth, Knapsack Problems
         (1990), chapter 8; Gilmore and Gomory, A linear programming approach to the cutting-stock
-        problem (1961).
+        problem (1961); Korf, An improved algorithm for optimal bin packing (2003).
     """
     numbers, cap = _check_sizes(sizes), parse_bytes(cap, name="cap")
     if not time_limit >= 0:
@@ -107,7 +107,7 @@ def pack_bins(
         better = _complete(numbers, cap, bound, len(bins) - 1)
         if better is not None:
             bins, method = better, "bin completion"
-    if 0 < len(numbers) <= _MOST_SAMPLES and time_limit > 0 and len(bins) > 1 and _has_solver():
+    if 0 < len(numbers) <= _MOST_IN_PROGRAM and time_limit > 0 and len(bins) > 1 and _has_solver():
         better, bound, stopped = _improve(numbers, cap, bins, bound, time_limit)
         if better is not None:
             bins, method = better, "HiGHS"
@@ -158,8 +158,8 @@ def _has_solver() -> bool:
     if can_solve():
         return True
     _logger.info(
-        "bins are packed by first fit decreasing alone, because HiGHS is not installed; "
-        "`pip install highspy` adds the search for fewer bins"
+        "bins are packed without HiGHS, which is not installed; `pip install highspy` adds its "
+        "search for fewer and lighter bins"
     )
     return False
 
@@ -199,9 +199,7 @@ def _improve(
     found = improve((-classes).tolist(), counts.tolist(), cap, (bound, len(bins)), seconds)
     if found.bins is None:
         return None, found.lower_bound, found.timed_out
-    better = _number_samples(
-        sizes, [np.repeat(-classes, each).tolist() for each in found.bins]
-    )
+    better = _number_samples(sizes, [np.repeat(-classes, each).tolist() for each in found.bins])
     new_lightest = min(int(sizes[each].sum()) for each in better)
     if (len(better), new_lightest) >= (len(bins), lightest):
         return None, found.lower_bound, found.timed_out

@@ -1,4 +1,4 @@
-"""The bound L2: a number of bins that no packing is below (Martello and Toth, 1990, section 8.3)."""
+"""The bound L2 of Martello and Toth (1990): a number of bins that no packing is below."""
 
 from __future__ import annotations
 

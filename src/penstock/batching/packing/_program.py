@@ -3,8 +3,8 @@
 Samples of one size are a class c of size s_c and count n_c. A pattern p is a bin that holds a_cp
 samples of class c. Of K bins with the cap C no more than W = K C - sum of s_c n_c is left empty, so
 a pattern is possible only if its load l_p = sum over c of s_c a_cp is at least C - W. Where these
-are few, the program is that of Gilmore and Gomory (1961), whose linear relaxation is tight, with y_p
-bins of pattern p, beside the last one if z_p = 1:
+are few, the program is that of Gilmore and Gomory (1961), whose linear relaxation is tight: y_p
+bins have pattern p, and the last one has it if z_p = 1.
 
     sum over p of a_cp (y_p + z_p) = n_c     for each class c
     sum over p of z_p = 1,   sum over p of y_p = K - 1
@@ -111,6 +111,9 @@ class _Program:
         """Return bins, or None where none were found within the limits."""
         if seconds <= 0:
             self.timed_out = True
+            return None
+        if self._patterns == []:
+            self.proved_infeasible = True
             return None
         program = LinearProgram()
         columns: list[list[int]] = []
