@@ -50,6 +50,12 @@ def write_adapter(peft_model: Any, job: TrainingJob, folder: Path) -> None:
     save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(peft_model.peft_config[job.name])
     config.inference_mode = True
+    if config.task_type is None:
+        base = peft_model.get_base_model()
+        config.auto_mapping = {
+            "base_model_class": type(base).__name__,
+            "parent_library": type(base).__module__,
+        }
     config.save_pretrained(str(folder))
 
 
