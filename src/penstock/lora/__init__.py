@@ -1,7 +1,7 @@
 """LoRA: many low-rank adapters on one base, trained at once, in less memory.
 
-`linear` is the operator, `pack` puts the data of many jobs into few micro-batches, and `Jobs` trains
-them. `docs/lora.md` shows how a model gets the operator.
+`linear` is the operator, `pack` puts the data of many jobs into few micro-batches, and `Jobs`
+trains them. `docs/lora.md` shows how a model gets the operator.
 """
 
 from penstock.lora._adapters import Adapter, AdapterRows

@@ -92,9 +92,7 @@ def weights_of(jobs, name):
 
 def results_of(jobs):
     """Losses and weights of every job."""
-    return {
-        job.name: (job.losses, weights_of(jobs, job.name)) for job in jobs.report().jobs
-    }
+    return {job.name: (job.losses, weights_of(jobs, job.name)) for job in jobs.report().jobs}
 
 
 def have_same_bits(first, second):

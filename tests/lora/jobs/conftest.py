@@ -1,8 +1,8 @@
 """A base for all tests of jobs, and four jobs trained alone on it."""
 
 import pytest
-from _jobs_cases import JOBS, add_job, make_llama, results_of
 
+from _jobs_cases import JOBS, add_job, make_llama, results_of
 from penstock.lora.jobs import Jobs
 
 

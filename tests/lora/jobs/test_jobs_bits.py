@@ -4,19 +4,19 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+
 from _jobs_cases import (
     ALL_LINEAR,
     JOBS,
-    add_job,
     adamw,
+    add_job,
     have_same_bits,
     make_data,
     make_llama,
     results_of,
     weights_of,
 )
-from peft import LoraConfig, get_peft_model
-
 from penstock.lora.jobs import Jobs
 
 # PEFT and Transformers of today, without Jobs.

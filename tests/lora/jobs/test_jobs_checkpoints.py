@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from _jobs_cases import JOBS, add_job, have_same_bits, make_data, make_llama, results_of
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from _jobs_cases import JOBS, add_job, have_same_bits, make_data, make_llama, results_of
 from penstock.lora.jobs import Jobs, _checkpoint
 
 pytestmark = pytest.mark.filterwarnings(

@@ -1,12 +1,12 @@
-"""A job that fails, is interrupted or raises leaves the others, and itself, at the end of a step."""
+"""A job that fails or is interrupted leaves the others, and itself, at the end of a step."""
 
 import os
 import signal
 
 import pytest
 import torch
-from _jobs_cases import JOBS, add_job, adamw, have_same_bits, make_data, results_of, weights_of
 
+from _jobs_cases import JOBS, adamw, add_job, have_same_bits, make_data, results_of, weights_of
 from penstock.lora.jobs import Jobs
 
 STEPS = 6
@@ -67,7 +67,7 @@ def test_a_job_that_fails_keeps_its_last_weights_and_leaves_the_other(
         assert all(map(torch.equal, before.values(), weights_of(jobs, "short").values()))
         assert other.state == "finished"
         assert have_same_bits(results_of(jobs)["plain"], undisturbed)
-        with pytest.raises(ValueError, match="job 'short' is failed .*not paused"):
+        with pytest.raises(ValueError, match=r"job 'short' is failed .*not paused"):
             jobs.resume("short")
 
 

@@ -121,7 +121,7 @@ def _attend_runs(
         own = [_OwnRows.apply(each) for each in rows]
         mask = _window_mask(length, arguments.get("sliding_window"), query.device)
         out, _ = sdpa_attention_forward(
-            module, *own, mask, scaling=arguments.get("scaling"), is_causal=True
+            module, own[0], own[1], own[2], mask, scaling=arguments.get("scaling"), is_causal=True
         )
         parts.append(_OwnGradient.apply(out))
     return torch.cat(parts, dim=1)

@@ -223,6 +223,8 @@ def _remove_others(path: Path, folder: Path) -> None:
     for other in (*path.glob("checkpoint-[0-9]*"), *path.glob(".partial-*")):
         if other != folder:
             shutil.rmtree(other, ignore_errors=True)
+    for link in path.glob(".latest-*"):
+        link.unlink()
 
 
 def _flush_tree(folder: Path) -> None:

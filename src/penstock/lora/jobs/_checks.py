@@ -157,7 +157,7 @@ def check_positions(model: Any, num_rows: int) -> None:
             )
 
 
-def check_adapter_layers(job: str, layers: dict[str, nn.Module]) -> None:
+def check_adapter_layers(job: str, layers: dict[str, Any]) -> None:
     """Refuse layers of a job's adapter that are no plain LoRA on a linear layer.
 
     Args:

@@ -129,11 +129,11 @@ class Trial:
             limit = _SINGLE_ROUNDINGS * eps * math.sqrt(layers) * scale
             if not error <= limit:
                 raise ValueError(
-                    f"{kind} gives samples back to back other logits than each alone (by {error:.3g}"
-                    f" of {scale:.3g}; rounding explains {limit:.2g}): something of it depends on "
-                    "the samples beside it, such as positions that ignore position_ids, masks, "
-                    "convolutions, recurrences or dropout. Train its jobs with stock PEFT one after "
-                    "the other"
+                    f"{kind} gives samples back to back other logits than each alone (by "
+                    f"{error:.3g} of {scale:.3g}; rounding explains {limit:.2g}): something of it "
+                    "depends on the samples beside it, such as positions that ignore position_ids, "
+                    "masks, convolutions, recurrences or dropout. Train its jobs with stock PEFT "
+                    "one after the other"
                 )
 
     def _compare_bits(self, short: TokenSample, long: TokenSample) -> str:
@@ -177,7 +177,7 @@ class Trial:
 
 @contextlib.contextmanager
 def _fill(adapters: Mapping[str, Adapter]) -> Iterator[None]:
-    """Give the matrices B random numbers for the time: where they are zero, an adapter does nothing."""
+    """Give the matrices B random numbers for the time: with zeros an adapter does nothing."""
     saved = [each.up.detach().clone() for each in adapters.values()]
     generator = torch.Generator().manual_seed(2)
     try:

@@ -106,8 +106,8 @@ class SampleOrder:
         if len(tokens) > self._max_tokens:
             raise ValueError(
                 f"{place} has {len(tokens)} tokens; the most that a sample may have is "
-                f"{self._max_tokens}: cut it, or raise max_tokens (and the positions that the model "
-                "knows)"
+                f"{self._max_tokens}: cut it, or raise max_tokens (and the positions that the "
+                "model knows)"
             )
         if labels.shape != tokens.shape:
             raise ValueError(f"{place} has {len(tokens)} tokens and {len(labels)} labels")

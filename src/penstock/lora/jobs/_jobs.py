@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from penstock.lora._adapters import Adapter
 from penstock.lora.jobs import _checkpoint
@@ -35,6 +34,12 @@ from penstock.lora.jobs._job import (
     sum_cross_entropy,
 )
 from penstock.lora.jobs._micro_batch import BLOCK_ROWS
+from penstock.lora.jobs._optimizers import (
+    MakeOptimizer,
+    MakeSchedule,
+    make_optimizer,
+    make_schedule,
+)
 from penstock.lora.jobs._packed_model import PackedModel
 from penstock.lora.jobs._report import JobReport, JobsReport
 from penstock.lora.jobs._row_sizes import find_row_sizes
@@ -46,9 +51,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHUNKS_PER_MICRO_BATCH = 4
-
-MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
-MakeSchedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 class Jobs:
@@ -168,7 +170,9 @@ class Jobs:
                 exactly; the message names the job and the remedy.
         """
         if name in self._jobs:
-            raise ValueError(f"job {name!r} exists already; remove it first, or choose another name")
+            raise ValueError(
+                f"job {name!r} exists already; remove it first, or choose another name"
+            )
         check_name(name, self._base)
         settings = self._check_settings(
             name,
@@ -192,7 +196,7 @@ class Jobs:
             reason = trial.run()
             self._inexact = self._inexact or reason
             parameters = [each for a in adapters.values() for each in (a.down, a.up)]
-            made = _make_optimizer(name, optimizer, parameters)
+            made = make_optimizer(name, optimizer, parameters)
             self._jobs[name] = TrainingJob(
                 name=name,
                 config=plain,
@@ -201,7 +205,7 @@ class Jobs:
                 loss=sum_cross_entropy if loss is None else loss,
                 adapters=adapters,
                 optimizer=made,
-                schedule=_make_schedule(name, schedule, made),
+                schedule=make_schedule(name, schedule, made),
             )
         except BaseException:
             self._delete_adapter(name)
@@ -419,7 +423,7 @@ class Jobs:
                 float(getattr(layer.lora_dropout[name], "p", 0.0)),
             )
             for layer_name, layer in layers.items()
-            if name in layer.lora_A  # pyright: ignore[reportOperatorIssue]
+            if name in layer.lora_A
         }
         if not adapters:
             raise ValueError(f"job {name!r}: no linear layer is among its target_modules")
@@ -467,38 +471,3 @@ class Jobs:
                 f"rows were probed with {self._num_threads} threads, and passes run with "
                 f"{torch.get_num_threads()}"
             )
-
-
-def _make_optimizer(
-    name: str, make: MakeOptimizer, parameters: list[Tensor]
-) -> torch.optim.Optimizer:
-    optimizer = make(parameters)
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(
-        optimizer, torch.optim.LBFGS
-    ):
-        raise ValueError(
-            f"job {name!r}: optimizer gave a {type(optimizer).__name__}; accepted are optimizers of "
-            "torch whose step needs no closure"
-        )
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    if held != {id(each) for each in parameters}:
-        raise ValueError(
-            f"job {name!r}: optimizer holds other parameters than those it was given: give it all "
-            "of them, and none of another job"
-        )
-    return optimizer
-
-
-def _make_schedule(
-    name: str, make: MakeSchedule | None, optimizer: torch.optim.Optimizer
-) -> torch.optim.lr_scheduler.LRScheduler | None:
-    if make is None:
-        return None
-    schedule = make(optimizer)
-    is_plain = isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
-    if not is_plain or isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(
-            f"job {name!r}: schedule gave a {type(schedule).__name__}; accepted are schedules of "
-            "torch whose step needs no metric"
-        )
-    return schedule

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.lora._linear import add, linear
@@ -34,20 +33,22 @@ class PackedModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model: Any = model
         self.device = next(model.parameters()).device
         self.num_attentions = 0
         self._name = f"penstock_jobs_{next(_numbers)}"
         self._batch: MicroBatch | None = None
         self._calls = [0]
-        self._layers: dict[str, nn.Module] = {}
+        self._layers: dict[str, Any] = {}
         self._parts: list[tuple[str, nn.Module]] = []
 
-    def find_layers(self) -> dict[str, nn.Module]:
+    def find_layers(self) -> dict[str, Any]:
         """Return PEFT's LoRA layers by name, after adapters came or went."""
         from peft.tuners.lora.layer import LoraLayer
 
-        found = {name: m for name, m in self.model.named_modules() if isinstance(m, LoraLayer)}
+        found: dict[str, Any] = {
+            name: m for name, m in self.model.named_modules() if isinstance(m, LoraLayer)
+        }
         self._layers = found
         self._parts = [
             (f"{name}.{part}", module)
@@ -70,11 +71,11 @@ class PackedModel:
                     f"layer {name} has a forward that was put in place of PEFT's: undo that first "
                     "(penstock.lora.unfuse for fused models)"
                 )
-            for adapter, module in layer.lora_dropout.items():  # pyright: ignore
+            for adapter, module in layer.lora_dropout.items():
                 if type(module) not in (nn.Dropout, nn.Identity):
                     raise ValueError(
-                        f"{name}.lora_dropout.{adapter} is a {type(module).__name__}; Jobs computes "
-                        "PEFT's own modules only: put them back"
+                        f"{name}.lora_dropout.{adapter} is a {type(module).__name__}; Jobs "
+                        "computes PEFT's own modules only: put them back"
                     )
         for name, module in self._parts:
             if "forward" in vars(module) or any(getattr(module, each) for each in _HOOKS):
@@ -109,9 +110,7 @@ class PackedModel:
         """
         self._batch = batch
         self._calls[0] = 0
-        output = self.model(
-            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False
-        )
+        output = self.model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False)
         self.num_attentions = self._calls[0]
         return output.logits[0]
 
@@ -119,7 +118,7 @@ class PackedModel:
         assert self._batch is not None
         return self._batch.runs
 
-    def _lead(self, name: str, layer: nn.Module) -> Callable[..., Tensor]:
+    def _lead(self, name: str, layer: Any) -> Callable[..., Tensor]:
         base = layer.base_layer
         is_plain = type(base) is nn.Linear
 
@@ -127,7 +126,7 @@ class PackedModel:
             batch = self._batch
             use = batch.layers.get(name) if batch is not None else None
             if batch is None or use is None:
-                return base(x, *arguments, **named)  # pyright: ignore[reportCallIssue]
+                return base(x, *arguments, **named)
             if x.shape[:-1].numel() != batch.num_rows:
                 raise PackingError(
                     f"layer {name} gets {x.shape[:-1].numel()} rows of {batch.num_rows} tokens"

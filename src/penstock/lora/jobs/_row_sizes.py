@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,11 +110,11 @@ def _list_candidates(max_tokens: int, widths: set[int], threads: int) -> list[in
     return sorted({step for step in steps if step is not None and step < most} | {most})
 
 
-def _list_products(model: nn.Module) -> list[nn.Module]:
+def _list_products(model: nn.Module) -> list[Any]:
     """Return one linear layer for each shape, dtype and kind that the model has."""
     from transformers.pytorch_utils import Conv1D
 
-    found: dict[tuple[object, ...], nn.Module] = {}
+    found: dict[tuple[object, ...], Any] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D) and module.weight.is_floating_point():
             key = (type(module), *_features(module), module.bias is None, module.weight.dtype)
@@ -121,13 +122,13 @@ def _list_products(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def _features(layer: nn.Module) -> tuple[int, int]:
+def _features(layer: Any) -> tuple[int, int]:
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     return layer.weight.shape[0], layer.weight.shape[1]  # Transformers' Conv1D
 
 
-def _probe(layer: nn.Module, candidates: Sequence[int]) -> set[int]:
+def _probe(layer: Any, candidates: Sequence[int]) -> set[int]:
     """Return the candidates whose rows have the bits that they have elsewhere."""
     weight = layer.weight
     generator = torch.Generator(weight.device).manual_seed(0)
@@ -149,7 +150,7 @@ def _probe(layer: nn.Module, candidates: Sequence[int]) -> set[int]:
     return exact
 
 
-def _products(layer: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def _products(layer: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """Return the layer's product forward, and that for its input's gradient."""
 
     def forward(rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Seeds that depend on names and counts alone, so that a job draws the same beside any neighbours."""
+"""Seeds from names and counts alone, so that a job draws the same beside any neighbours."""
 
 from __future__ import annotations
 

@@ -99,9 +99,7 @@ def _pack(updates: dict[str, list[JobUpdate]], sizes: RowSizes, packing: Packing
         JobBatches(name, [[chunk.num_rows for chunk in update.chunks] for update in found])
         for name, found in updates.items()
     ]
-    return pack(
-        batches, sizes.most, pipeline_depth=packing.depth, time_limit=packing.seconds
-    )
+    return pack(batches, sizes.most, pipeline_depth=packing.depth, time_limit=packing.seconds)
 
 
 def _run_micro_batch(
