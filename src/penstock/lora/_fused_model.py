@@ -121,7 +121,11 @@ def _pass_names(model: FusedLoraModel, names: AdapterNames) -> Iterator[None]:
 
     modules = [module for module in model.modules() if _takes_names(module)]
     check = functools.partial(_check_samples, names, getattr(model.model, "main_input_name", None))
-    handles = [model.model.register_forward_pre_hook(check, with_kwargs=True)]
+    # PEFT calls the one or the other, by the task of the model.
+    handles = [
+        outermost.register_forward_pre_hook(check, with_kwargs=True)
+        for outermost in (model, model.model)
+    ]
     try:
         for module in modules:
             # Before `recall_names`, which then has nothing to do.
