@@ -116,7 +116,8 @@ def assert_same(
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         scale = max(1.0, float(tensor.abs().max()))
-        assert float((found[name] - tensor).abs().max()) <= tolerance * scale, name
+        error = float((found[name] - tensor).abs().max())
+        assert error <= tolerance * scale, (name, error, scale)
 
 
 def twin(model: PeftModel) -> PeftModel:
