@@ -84,11 +84,13 @@ def make(kind: str = "llama", *, second: dict[str, Any] | None = None, **config:
     return model.train()
 
 
-def make_batch(kind: str = "llama", seed: int = 0) -> dict[str, torch.Tensor]:
+def make_batch(
+    kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     """Return the arguments of a call that has a loss."""
     torch.manual_seed(100 + seed)
     if kind == "vit":
-        images = torch.randn(SAMPLES, 3, 8, 8)
+        images = torch.randn(SAMPLES, 3, 8, 8, dtype=dtype)
         return {"pixel_values": images, "labels": torch.randint(4, (SAMPLES,))}
     tokens = torch.randint(1, VOCABULARY, (SAMPLES, TOKENS))
     return {"input_ids": tokens, "labels": tokens.clone()}

@@ -26,11 +26,9 @@ from penstock.lora._quantized import can_split_rows, multiply_by_rows
 from penstock.lora._settings import (
     AdapterNames,
     Settings,
-    is_recomputing,
+    find_settings,
     note_change,
     note_seeds,
-    note_use,
-    recall_settings,
 )
 
 logger = logging.getLogger(__name__)
@@ -40,7 +38,13 @@ _RANK_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that ranks differ in many b
 
 
 class FusedLinear(Linear):
-    """PEFT's `Linear`, with the adapters added by `penstock.lora`."""
+    """PEFT's `Linear`, with the adapters added by `penstock.lora`.
+
+    Attributes:
+        penstock_takes_names: Whether the model was called with `adapter_names`.
+    """
+
+    penstock_takes_names = False
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; settings that a recomputation needs later are noted."""
@@ -57,15 +61,12 @@ class FusedLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the layer's output with the adapters of its rows added."""
-        if torch.compiler.is_compiling():
-            return self._add_adapters(x, *args, **kwargs)
-        names = kwargs.get("adapter_names")
-        if not is_recomputing():
-            note_use(self)
-        elif names is None:
-            now = self.current_settings()
-            settings = recall_settings(self, now)
-            if settings != now:
+        # Compiled code need not look for settings of earlier passes, until there are names.
+        if kwargs.get("adapter_names") is None and (
+            self.penstock_takes_names or not torch.compiler.is_compiling()
+        ):
+            settings = find_settings(self, self.current_settings())
+            if settings is not None:
                 return self._forward_with(settings, x, *args, **kwargs)
         return self._add_adapters(x, *args, **kwargs)
 

@@ -22,11 +22,10 @@ from penstock.lora._settings import (
     BASE,
     AdapterNames,
     Settings,
+    find_settings,
     forget,
-    is_recomputing,
     note_change,
     note_use,
-    recall_settings,
 )
 
 logger = logging.getLogger(__name__)
@@ -83,6 +82,7 @@ def unfuse_layers(model: nn.Module) -> None:
             for key in [key for key, hook in hooks.items() if hook is recall_names]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+        module.__dict__.pop(_TAKES_NAMES, None)
         forget(module)
 
 
@@ -90,15 +90,13 @@ def recall_names(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give `adapter_names` to a layer of PEFT's that gradient checkpointing calls again."""
-    if torch.compiler.is_compiling() or kwargs.get("adapter_names") is not None:
+    if kwargs.get("adapter_names") is not None or not getattr(module, _TAKES_NAMES, False):
         return None
-    if not is_recomputing():
-        note_use(module)
-        return None
-    names = recall_settings(module, _NO_NAMES).names
-    return None if names is None else (args, {**kwargs, "adapter_names": names})
+    settings = find_settings(module, _NO_NAMES)
+    return None if settings is None else (args, {**kwargs, "adapter_names": settings.names})
 
 
+_TAKES_NAMES = "penstock_takes_names"
 _NO_NAMES = Settings(None, (), False)
 
 
@@ -134,6 +132,7 @@ def _pass_names(model: FusedLoraModel, names: AdapterNames) -> Iterator[None]:
             )
             note_change(module, _settings_of(module, None), _settings_of(module, names))
             note_use(module)
+            setattr(module, _TAKES_NAMES, True)
         yield
     finally:
         for handle in handles:

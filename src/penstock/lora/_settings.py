@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.compat.autograd import current_graph_task_id, current_node, next_sequence_number
+from penstock.compat.dynamo import disable_dynamo
 from penstock.lora._adapters import AdapterRows
 
 BASE = "__base__"
@@ -34,6 +35,7 @@ class AdapterNames(list[str]):
         super().__init__(names)
         self._rows: dict[tuple[Any, ...], tuple[tuple[str, ...], AdapterRows]] = {}
 
+    @disable_dynamo
     def group_rows(
         self, available: Sequence[str], x: torch.Tensor
     ) -> tuple[tuple[str, ...], AdapterRows]:
@@ -91,6 +93,7 @@ def is_recomputing() -> bool:
     return current_graph_task_id() != -1
 
 
+@disable_dynamo
 def note_change(layer: torch.nn.Module, before: Settings, after: Settings) -> None:
     """Note that the settings of a layer change from here on."""
     if before == after:
@@ -102,27 +105,35 @@ def note_change(layer: torch.nn.Module, before: Settings, after: Settings) -> No
         del history.changes[: _MAX_CHANGES // 4]
 
 
+@disable_dynamo
 def note_use(layer: torch.nn.Module) -> None:
-    """Note that a layer was called in a first pass."""
+    """Note that a layer is called with its settings of now."""
     history = _histories.get(layer)
     if history is not None:
         history.changes[-1].was_used = True
 
 
-def recall_settings(layer: torch.nn.Module, now: Settings) -> Settings:
+@disable_dynamo
+def find_settings(layer: torch.nn.Module, now: Settings) -> Settings | None:
     """Return the settings that a layer had in the first pass of what is now recomputed.
 
     Args:
         layer: The layer.
         now: The settings of now.
 
+    Returns:
+        The settings; None where they are those of now, or this is a first pass, which is noted.
+
     Raises:
         RuntimeError: They are not known.
     """
+    if not is_recomputing():
+        note_use(layer)
+        return None
     history = _histories.get(layer)
     node = current_node()
     if history is None or node is None or len(history.changes) == 1:
-        return now
+        return None
     number = node._sequence_nr()
     place = bisect.bisect_right(history.changes, number, key=lambda change: change.start) - 1
     if place < 0:
@@ -142,7 +153,7 @@ def recall_settings(layer: torch.nn.Module, now: Settings) -> Settings:
             "checkpointing or by a hook, after its adapters or adapter_names were changed; use one "
             "level of gradient checkpointing, and call the model outside of backward passes"
         )
-    return change.settings
+    return None if change.settings == now else change.settings
 
 
 def note_seeds(layer: torch.nn.Module, seeds: Sequence[int], now: Settings) -> None:
