@@ -199,17 +199,15 @@ def _tuner_of(peft_model: object) -> Any:
 
 
 def _is_candidate(module: torch.nn.Module) -> bool:
-    from peft.tuners.lora.layer import Linear
+    from penstock.lora._fused_layer import FUSED_TYPES
 
-    from penstock.lora._fused_layer import FusedLinear
-
-    return type(module) in (Linear, FusedLinear)
+    return type(module) in FUSED_TYPES or type(module) in FUSED_TYPES.values()
 
 
 def _describe_stock(module: torch.nn.Module) -> str:
-    from peft.tuners.lora.layer import Linear
+    from penstock.lora._fused_layer import FUSED_TYPES
 
-    if type(module) is not Linear:
+    if type(module) not in FUSED_TYPES:
         return f"the layer is PEFT's {type(module).__name__}"
     if "forward" in module.__dict__:
         return "the layer has a forward of its own"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, Linear
+from peft.tuners.lora.torchao import TorchaoLoraLinear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -163,6 +164,17 @@ class FusedLinear(Linear):
         if not torch.compiler.is_compiling() and type(seeds) is Tensor and not current_modes():
             note_seeds(self, seeds.tolist(), self.current_settings())
         return seeds
+
+
+class FusedTorchaoLinear(FusedLinear, TorchaoLoraLinear):
+    """PEFT's layer around a quantised base of torchao, with the adapters added by `penstock.lora`.
+
+    Merging, which quantises the base again, is that of PEFT's class.
+    """
+
+
+FUSED_TYPES: dict[type, type] = {Linear: FusedLinear, TorchaoLoraLinear: FusedTorchaoLinear}
+"""Classes of PEFT's layers that are fused, by exact type."""
 
 
 def draw_seeds(num_seeds: int) -> Tensor:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import Linear, LoraLayer
+from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.model import LoraModel
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from penstock.lora._fused_layer import FusedLinear
+from penstock.lora._fused_layer import FUSED_TYPES, FusedLinear
 from penstock.lora._settings import (
     BASE,
     AdapterNames,
@@ -64,8 +64,8 @@ class FusedLoraModel(LoraModel):
 def fuse_layers(model: nn.Module) -> None:
     """Fuse the layers of a model, and have those that stay PEFT's recall `adapter_names`."""
     for module in model.modules():
-        if type(module) is Linear and "forward" not in module.__dict__:
-            module.__class__ = FusedLinear
+        if type(module) in FUSED_TYPES and "forward" not in module.__dict__:
+            module.__class__ = FUSED_TYPES[type(module)]
         elif _takes_names(module) and not isinstance(module, FusedLinear):
             hooks = module._forward_pre_hooks
             if recall_names not in hooks.values():
@@ -74,9 +74,10 @@ def fuse_layers(model: nn.Module) -> None:
 
 def unfuse_layers(model: nn.Module) -> None:
     """Give the layers of a model back to PEFT."""
+    stock_types = {fused: stock for stock, fused in FUSED_TYPES.items()}
     for module in model.modules():
-        if isinstance(module, FusedLinear):
-            module.__class__ = Linear
+        if type(module) in stock_types:
+            module.__class__ = stock_types[type(module)]
         elif _takes_names(module):
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if hook is recall_names]:

@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 _BLOCK_ELEMENTS = 1 << 20  # dequantised at a time
 _MIN_ROWS = 64
 
+_OF_INPUT = ("act_quant_kwargs", "activation_quantization")  # the layer quantises its input too
+
 _can_split: dict[type, bool] = {}
 
 
@@ -27,6 +29,8 @@ def can_split_rows(weight: Tensor) -> bool:
     """Return whether a weight is quantised and a block of its rows can be dequantised alone."""
     kind = type(weight)
     if kind in (Tensor, torch.nn.Parameter) or weight.requires_grad:
+        return False
+    if any(getattr(weight, name, None) is not None for name in _OF_INPUT):
         return False
     if kind not in _can_split:
         _can_split[kind] = _try_row(weight)
