@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
+from _peft_models import gradients, make, make_batch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from _peft_models import gradients, make, make_batch
 from penstock.lora import fuse
 from penstock.lora._fused_layer import draw_seeds
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import Counter
 
 import pytest
 import torch
@@ -66,9 +67,7 @@ def test_dropout_is_that_of_the_mask(kind):
             module.lora_dropout["default"] = _OurMask(0.3)
     batch = make_batch(kind, dtype=torch.float64)
     for seed in range(3):
-        assert_same(
-            backward(fused, seed, **batch), backward(stock, seed, **batch), tolerance=1e-6
-        )
+        assert_same(backward(fused, seed, **batch), backward(stock, seed, **batch), tolerance=1e-6)
 
 
 def test_masks_are_new_in_every_layer_and_step_and_in_none_of_evaluation():
@@ -223,7 +222,9 @@ def test_unfuse_gives_peft_back():
     types = [type(module) for module in model.modules()]
     expected = backward(model, **BATCH)
     assert fuse(model) is model and fuse(model) is model
-    assert any(type(module) is not kind for module, kind in zip(model.modules(), types, strict=True))
+    assert any(
+        type(module) is not kind for module, kind in zip(model.modules(), types, strict=True)
+    )
     assert unfuse(model) is model and unfuse(model) is model
     assert [type(module) for module in model.modules()] == types
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -242,16 +243,16 @@ def test_the_report_counts_and_names():
     assert isinstance(report, FuseReport) and "PEFT's Embedding" in str(report)
 
 
-def test_variants_are_peft(caplog):
+def test_variants_are_peft():
     stock = make(second={"use_dora": True}, target_modules=["q_proj"])
     fused = fuse(twin(stock))
     report = fuse_report(fused)
     assert not report.fused and "'other' is a variant of LoRA, Dora" in str(report.stock)
     assert_same(backward(fused, **BATCH), backward(stock, **BATCH), tolerance=1e-6)
     fused.base_model.set_adapter(["default"])
-    with _count_calls() as calls:
+    with _CallCounter() as counter:
         fused(**BATCH)
-    assert calls["penstock.lora_forward.default"] == 2
+    assert counter.calls["penstock.lora_forward.default"] == 2
 
 
 def test_a_bias_of_the_adapter_is_peft():
@@ -262,25 +263,16 @@ def test_a_bias_of_the_adapter_is_peft():
     assert_same(backward(fused, **batch), backward(stock, **batch), tolerance=1e-6)
 
 
-class _count_calls(torch.utils._python_dispatch.TorchDispatchMode):  # noqa: N801
-    """Count the operators that are called."""
+class _CallCounter(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the calls of each operator."""
 
-    def __enter__(self):
-        super().__enter__()
-        self.counts: dict[str, int] = {}
-        return _Counts(self.counts)
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[str(func)] = self.counts.get(str(func), 0) + 1
+        self.calls[str(func)] += 1
         return func(*args, **(kwargs or {}))
-
-
-class _Counts:
-    def __init__(self, counts):
-        self._counts = counts
-
-    def __getitem__(self, name):
-        return self._counts.get(name, 0)
 
 
 @pytest.mark.parametrize("of", ["lora_A", "lora_B", "lora_dropout"])

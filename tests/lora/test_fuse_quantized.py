@@ -41,7 +41,9 @@ class _Int8Rows(torch.Tensor):
             return cls(*(func(each, *args[1:]) for each in (args[0].values, args[0].scales)))
         if func is aten.slice.Tensor:
             raise NotImplementedError("slices")
-        dense = tree_map(lambda x: x.dequantize() if isinstance(x, _Int8Rows) else x, (args, kwargs))
+        dense = tree_map(
+            lambda x: x.dequantize() if isinstance(x, _Int8Rows) else x, (args, kwargs)
+        )
         return func(*dense[0], **(dense[1] or {}))
 
 

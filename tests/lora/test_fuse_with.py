@@ -7,13 +7,13 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-import penstock
 from _peft_models import assert_same, backward, gradients, make, make_batch, twin
 from _peft_ranks import expected_gradients, train_with_names
-from _planned import MACHINE
-from _ranks import needs_gloo, spawn
 from peft import LoraConfig, get_peft_model
 
+import penstock
+from _planned import MACHINE
+from _ranks import needs_gloo, spawn
 from penstock.lora import fuse
 
 BATCH = make_batch()

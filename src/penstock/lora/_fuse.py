@@ -133,7 +133,7 @@ def unfuse(peft_model: Model) -> Model:
 
     tuner = _tuner_of(peft_model)
     if isinstance(tuner, _fused_model.FusedLoraModel):
-        tuner.__class__ = LoraModel
+        tuner.__class__ = LoraModel  # pyright: ignore[reportAttributeAccessIssue]
         _fused_model.unfuse_layers(peft_model)
     return peft_model
 
@@ -204,7 +204,7 @@ def _is_candidate(module: torch.nn.Module) -> bool:
     return type(module) in FUSED_TYPES or type(module) in FUSED_TYPES.values()
 
 
-def _describe_stock(module: torch.nn.Module) -> str:
+def _describe_stock(module: Any) -> str:
     from penstock.lora._fused_layer import FUSED_TYPES
 
     if type(module) not in FUSED_TYPES:

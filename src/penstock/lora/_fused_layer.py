@@ -47,7 +47,7 @@ class FusedLinear(Linear):
 
     penstock_takes_names = False
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; settings that a recomputation needs later are noted."""
         if name not in _SETTINGS or torch.compiler.is_compiling():
             super().__setattr__(name, value)
@@ -74,7 +74,7 @@ class FusedLinear(Linear):
     def _forward_with(self, settings: Settings, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Call the layer with the settings of an earlier pass."""
         now = {name: getattr(self, name) for name in _SETTINGS}
-        then = (list(settings.active), settings.is_disabled)
+        then: Any = (list(settings.active), settings.is_disabled)
         try:
             for name, value in zip(_SETTINGS, then, strict=True):
                 super().__setattr__(name, value)
@@ -125,7 +125,7 @@ class FusedLinear(Linear):
         seeds: Tensor,
     ) -> Tensor:
         """Return the base's output with the adapters of each row, at most one a row, added."""
-        base = self.base_layer
+        base: Any = self.base_layer
         if args or kwargs or find_base_obstacle(base) is not None:
             return add(base(x, *args, **kwargs), x, adapters, rows, seed=seeds)
         weight, bias = base.weight, base.bias
@@ -204,7 +204,7 @@ def find_adapter_obstacle(layer: Linear, name: str) -> str | None:
             return f"{of} of adapter {name!r} has hooks or a forward of its own"
     if down.bias is not None or up.bias is not None:
         return f"adapter {name!r} has a bias"
-    if any(is_distributed(each.weight) for each in (down, up)):
+    if is_distributed(layer.lora_A[name].weight) or is_distributed(layer.lora_B[name].weight):
         return f"adapter {name!r} is sharded"
     if type(dropout) is nn.Dropout and dropout.p >= 1:
         return f"adapter {name!r} drops all of its input"
@@ -217,7 +217,7 @@ def find_base_obstacle(base: nn.Module) -> str | None:
         return f"the base layer is a {type(base).__name__}"
     if is_watched(base):
         return "the base layer has hooks or a forward of its own"
-    weight = base.weight
+    weight: Any = base.weight
     if type(weight) not in (nn.Parameter, Tensor) and not can_split_rows(weight):
         kind = type(weight.data if type(weight) is nn.Parameter else weight)
         return f"the base layer's weight is a {kind.__name__}"
@@ -235,16 +235,18 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
-def is_distributed(tensor: Tensor) -> bool:
+def is_distributed(tensor: object) -> bool:
     """Return whether a tensor is sharded over processes."""
     return hasattr(tensor, "device_mesh")
 
 
 def _adapter_of(layer: Linear, name: str) -> Adapter:
+    down: Any = layer.lora_A[name]
+    up: Any = layer.lora_B[name]
     dropout = layer.lora_dropout[name]
     return Adapter(
-        layer.lora_A[name].weight,
-        layer.lora_B[name].weight,
+        down.weight,
+        up.weight,
         scaling=float(layer.scaling[name]),
         dropout=float(dropout.p) if type(dropout) is nn.Dropout and dropout.training else 0.0,
     )

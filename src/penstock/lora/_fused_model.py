@@ -199,7 +199,8 @@ def _check_samples(
     kwargs: dict[str, Any],
 ) -> None:
     """Refuse a batch of another number of samples than names, before its first layer."""
-    inputs = (*args[:1], *(kwargs.get(key) for key in (main_input, "input_ids", "inputs_embeds")))
+    keys = (main_input or "input_ids", "input_ids", "inputs_embeds")
+    inputs = (*args[:1], *(kwargs.get(key) for key in keys))
     for x in inputs:
         if isinstance(x, torch.Tensor) and x.dim():
             if len(x) != len(names):

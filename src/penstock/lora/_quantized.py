@@ -69,7 +69,9 @@ class _ProductByRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, None]:
         (dy,) = grad_outputs
         (weight,) = ctx.saved_tensors
         dx = dy.new_zeros(dy.shape[0], weight.shape[1])

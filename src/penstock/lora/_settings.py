@@ -72,7 +72,7 @@ class Settings(NamedTuple):
 
 
 @dataclass
-class _Change:
+class _SettingsChange:
     start: int  # the number of the next node at the time of the change
     settings: Settings
     was_used: bool = False  # by a first pass of this layer
@@ -80,7 +80,7 @@ class _Change:
 
 @dataclass
 class _History:
-    changes: list[_Change]
+    changes: list[_SettingsChange]
     last_task: int = -1  # the backward pass that the last change was made in
     seeds: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_SEEDS))
 
@@ -99,7 +99,7 @@ def note_change(layer: torch.nn.Module, before: Settings, after: Settings) -> No
     if before == after:
         return
     history = _history_of(layer, before)
-    history.changes.append(_Change(next_sequence_number(), after))
+    history.changes.append(_SettingsChange(next_sequence_number(), after))
     history.last_task = current_graph_task_id()
     if len(history.changes) > _MAX_CHANGES:
         del history.changes[: _MAX_CHANGES // 4]
@@ -138,8 +138,8 @@ def find_settings(layer: torch.nn.Module, now: Settings) -> Settings | None:
     place = bisect.bisect_right(history.changes, number, key=lambda change: change.start) - 1
     if place < 0:
         raise RuntimeError(
-            f"the adapters of a layer were changed more than {_MAX_CHANGES} times between a forward "
-            "pass with gradient checkpointing and its backward pass; call backward() earlier"
+            f"the adapters of a layer were changed more than {_MAX_CHANGES} times between a "
+            "forward pass with gradient checkpointing and its backward pass; call backward() earlier"
         )
     change = history.changes[place]
     if change.settings != now and history.last_task == current_graph_task_id():
@@ -181,5 +181,5 @@ def forget(layer: torch.nn.Module) -> None:
 def _history_of(layer: torch.nn.Module, before: Settings) -> _History:
     history = _histories.get(layer)
     if history is None:
-        history = _histories[layer] = _History([_Change(-1, before, was_used=True)])
+        history = _histories[layer] = _History([_SettingsChange(-1, before, was_used=True)])
     return history
