@@ -207,7 +207,7 @@ def test_a_micro_batch_is_empty_only_where_one_job_has_to_wait():
 
 
 def test_the_search_of_orders_saves_micro_batches(monkeypatch):
-    jobs = name_jobs(draw_jobs(1, num_pieces=60, most_per_step=8))
+    jobs = name_jobs(draw_jobs(2, num_pieces=60, most_per_step=8))
     searched = pack(jobs, 10, pipeline_depth=2)
     searched.validate()
     monkeypatch.setattr(_packing, "_MOST_TO_SEARCH", 0)
