@@ -3,11 +3,11 @@
     python examples/lora_adapters.py
     PENSTOCK_DATA=/data python examples/lora_adapters.py --steps 80 --out adapters
 
-The text are Python sources of the standard library by topic, one topic a job. With a folder that
-has `batching/text/`, two jobs learn film reviews and lattices of numbers instead. Tokens are bytes,
-and the base, from a config and a seed, first sees a little of all texts. Then `penstock.lora.Jobs`
-trains all adapters together, stock PEFT loads what was saved, and logits are compared.
-A picture is saved.
+Each job has Python sources of the standard library on a topic of its own. With a folder that has
+`batching/text/`, two jobs learn film reviews and lattices of numbers instead. Tokens are bytes, and
+the base, from a config and a seed, learns some other sources first. `penstock.lora.Jobs` then
+trains all adapters together, stock PEFT loads what was saved, and logits are compared. A picture is
+saved.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import re
 import statistics
 import sysconfig
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from penstock.lora import Jobs
 from penstock.tables import report_table
 from penstock.units import format_seconds
 
+SOURCES_OF_BASE = ["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "typing.py"]
 TOPICS = {
     "network": ["ftplib.py", "imaplib.py", "poplib.py", "smtplib.py", "ssl.py", "socketserver.py"],
     "numbers": ["_pydecimal.py", "fractions.py", "numbers.py", "random.py", "statistics.py"],
@@ -62,12 +64,8 @@ PLANS = [
 
 
 def read_texts(data, max_samples, length):
-    """By topic samples of at most `length` bytes, as tokens; the last tenth is for validation."""
-    library = Path(sysconfig.get_path("stdlib"))
-    texts = {}
-    for topic, patterns in TOPICS.items():
-        files = [path for each in patterns for path in sorted(library.glob(each))]
-        texts[topic] = b"\n".join(path.read_bytes() for path in files).split(b"\n\n")
+    """By topic samples of at most `length` bytes, as tokens."""
+    texts = {topic: read_sources(patterns) for topic, patterns in TOPICS.items()}
     if data is not None:
         folder = Path(data, "batching", "text")
         trees = (folder / "sst_trees.txt").read_text().splitlines()
@@ -77,6 +75,13 @@ def read_texts(data, max_samples, length):
     return {topic: cut_text(parts, max_samples, length) for topic, parts in texts.items()}
 
 
+def read_sources(patterns):
+    """Paragraphs of some sources of the standard library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [path for each in patterns for path in sorted(library.glob(each))]
+    return b"\n".join(path.read_bytes() for path in files).split(b"\n\n")
+
+
 def cut_text(parts, max_samples, length):
     """Join paragraphs as long as they fit, and return tokens."""
     samples, piece = [], b""
@@ -84,10 +89,8 @@ def cut_text(parts, max_samples, length):
         if piece and len(piece) + len(part) + 2 > length:
             samples.append(piece)
             piece = b""
-            if len(samples) == max_samples:
-                break
         piece += part[: length - 2] + b"\n\n"
-    return [torch.tensor(list(each)) for each in samples or [piece]]
+    return [torch.tensor(list(each)) for each in [*samples, piece][:max_samples]]
 
 
 def make_base(hidden, layers, length):
@@ -106,9 +109,8 @@ def make_base(hidden, layers, length):
     )
 
 
-def train_base(base, texts, num_steps):
-    """Let the base see a little of all texts, as a stock model in a stock loop."""
-    samples = [sample for each in texts.values() for sample in each]
+def train_base(base, samples, num_steps):
+    """Train the base as a stock model in a stock loop."""
     optimizer = torch.optim.AdamW(base.parameters(), lr=3e-3)
     pad = torch.nn.utils.rnn.pad_sequence
     with progress_bar() as progress:
@@ -151,8 +153,8 @@ def live_table(report, plans, base_losses):
             f"{job.num_steps}/{job.num_planned_steps}",
             f"{base_losses[job.name]:.2f}",
             "" if not job.losses else f"{statistics.fmean(job.losses[-5:]):.2f}",
-            f"{job.learning_rate:.1e}",
-            f"{job.tokens_per_second:,.0f}",
+            "" if job.state == "finished" else f"{job.learning_rate:.1e}",
+            "" if job.state == "finished" else f"{job.tokens_per_second:,.0f}",
             job.state,
         )
     return table
@@ -223,8 +225,8 @@ def read_options(arguments):
     parser.add_argument(
         "--data", default=os.environ.get("PENSTOCK_DATA"), help="has batching/text/"
     )
-    parser.add_argument("--steps", type=int, default=50, help="updates of each job")
-    parser.add_argument("--base-steps", type=int, default=100, help="steps of the base before")
+    parser.add_argument("--steps", type=int, default=120, help="updates of each job")
+    parser.add_argument("--base-steps", type=int, default=150, help="steps of the base before")
     parser.add_argument("--samples", type=int, default=400, help="of each text, at most")
     parser.add_argument("--length", type=int, default=128, help="bytes of a sample, at most")
     parser.add_argument("--hidden", type=int, default=96)
@@ -264,12 +266,16 @@ def load_with_peft(base, folder, sample, held_out):
 
 def main(arguments=None):
     options = read_options(arguments)
+    # PEFT asks Transformers' models for it, by a name that these have given up.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
     texts = read_texts(options.data, options.samples, options.length)
     held_out = {name: each[-max(1, len(each) // 10) :] for name, each in texts.items()}
     texts = {name: each[: -len(held_out[name])] or each for name, each in texts.items()}
     plans = dict(zip(texts, PLANS, strict=True))
     base = make_base(options.hidden, options.layers, options.length)
-    train_base(base, texts, options.base_steps)
+    train_base(
+        base, cut_text(read_sources(SOURCES_OF_BASE), None, options.length), options.base_steps
+    )
     before = {name: evaluate(base, samples) for name, samples in held_out.items()}
     begin = time.perf_counter()
     report, logits = train_together(base, texts, plans, before, options)

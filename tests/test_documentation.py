@@ -90,6 +90,32 @@ def test_the_readme_example_of_relational_graphs_runs(tmp_path):
     assert "torch.Size([100, 16])" in run(example, tmp_path)
 
 
+def execute(source: str, directory: Path, monkeypatch, capsys) -> str:
+    """Run examples in this process, which has imported what takes long to import."""
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(directory)
+    exec(source, {"__name__": "page"})
+    return capsys.readouterr().out
+
+
+def test_the_examples_of_adapters_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    examples = blocks("docs/lora.md")
+    assert len(examples) >= 5
+    said = execute("\n".join(examples), tmp_path, monkeypatch, capsys)
+    assert "fused LoRA layers" in said and "finished, 5/5 steps" in said
+    assert "lower bound" in said and "('summaries', 0, 512)" in said
+    for name in ("short", "long"):
+        assert (tmp_path / "adapters" / "latest" / name / "adapter_model.safetensors").exists()
+
+
+def test_the_readme_example_of_adapters_runs(tmp_path, monkeypatch, capsys):
+    (example,) = blocks("README.md", containing="penstock.lora.Jobs(")
+    said = execute(example, tmp_path, monkeypatch, capsys)
+    assert said.count("finished, 3/3 steps") == 2
+    assert (tmp_path / "adapters" / "latest" / "rank-4" / "adapter_config.json").exists()
+
+
 def section(page: str, heading: str) -> str:
     text = (REPOSITORY / page).read_text()
     return text.split(f"## {heading}\n")[1].split("\n## ")[0]
