@@ -94,6 +94,12 @@ class AdapterUse:
 
 
 @_without_autocast
+def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the product of two matrices in their dtype."""
+    return torch.mm(left, right)
+
+
+@_without_autocast
 def forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
