@@ -153,6 +153,7 @@ def _record(
     )
 
 
+@_products.without_autocast
 def _differentiable(
     dy: Tensor,
     x: Tensor,

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 _SHORT = (torch.float16, torch.bfloat16)
 
 
-def _without_autocast(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def without_autocast(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Run a function with the dtypes of its operands, where autocast would choose others."""
 
     @functools.wraps(function)
@@ -93,13 +93,13 @@ class AdapterUse:
         return self.mask.select(rows, tile.start, rows if copied else memory[: len(rows)])
 
 
-@_without_autocast
+@without_autocast
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return the product of two matrices in their dtype."""
     return torch.mm(left, right)
 
 
-@_without_autocast
+@without_autocast
 def forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -159,7 +159,7 @@ def _add_product(y: torch.Tensor, use: AdapterUse, tile: slice, s: torch.Tensor)
         y.index_copy_(0, use.index[tile], rows)
 
 
-@_without_autocast
+@without_autocast
 def compose(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -200,7 +200,7 @@ class Gradients:
     ups: list[torch.Tensor | None]
 
 
-@_without_autocast
+@without_autocast
 def backward(
     dy: torch.Tensor,
     x: torch.Tensor,
