@@ -48,7 +48,7 @@ def test_dtypes_that_do_not_fit(down, up):
 
 
 def test_devices_that_do_not_fit():
-    with pytest.raises(ValueError, match="on cpu and up .* on meta"):
+    with pytest.raises(ValueError, match=r"on cpu and up .* on meta"):
         Adapter(torch.zeros(2, 5), torch.zeros(4, 2, device="meta"))
 
 
@@ -153,7 +153,7 @@ def test_a_batch_without_rows():
     ],
 )
 def test_assignments_that_are_no_integers(assignment):
-    with pytest.raises(TypeError, match="assignment .*integers"):
+    with pytest.raises(TypeError, match=r"assignment .*integers"):
         AdapterRows.group(assignment, 2)
 
 
@@ -188,12 +188,12 @@ def test_runs_that_do_not_fit(counts, num_rows):
 @pytest.mark.parametrize(
     "fields",
     [
-        dict(counts=(2, 1), starts=(0,)),
-        dict(counts=(2,), starts=(3,)),
-        dict(counts=(2,), starts=(-2,)),
-        dict(counts=(2,), starts=(-1,)),
-        dict(counts=(2,), starts=(-1,), order=torch.tensor([0])),
-        dict(counts=(2,), starts=(-1,), order=torch.tensor([0, 2], dtype=torch.int32)),
+        {"counts": (2, 1), "starts": (0,)},
+        {"counts": (2,), "starts": (3,)},
+        {"counts": (2,), "starts": (-2,)},
+        {"counts": (2,), "starts": (-1,)},
+        {"counts": (2,), "starts": (-1,), "order": torch.tensor([0])},
+        {"counts": (2,), "starts": (-1,), "order": torch.tensor([0, 2], dtype=torch.int32)},
     ],
 )
 def test_rows_that_contradict_themselves(fields):

@@ -174,8 +174,8 @@ def _differentiable(
 
 
 _OPERANDS = (
-    "Tensor[] downs, Tensor[] ups, Tensor? order, int[] counts, int[] starts, float[] scalings, "
-    "float[] dropouts, Tensor seeds"
+    "Tensor[] downs, Tensor[] ups, Tensor? order, SymInt[] counts, SymInt[] starts, "
+    "float[] scalings, float[] dropouts, Tensor seeds"
 )
 _library = torch.library.Library("penstock", "FRAGMENT")
 _library.define(
