@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.batching import measured_peak
-from penstock.lora import Adapter, AdapterRows, add, linear
+from penstock.lora import Adapter, AdapterRows, _products, add, linear
+from penstock.lora._operator import uses_of
 
 IN, OUT = 6, 5
 
@@ -189,6 +190,27 @@ def test_add_is_linear_without_the_layer(masks_by, layout):
     _compare(result, expected, [x, layer.weight, *_operands(adapters)], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("of_y", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("of_x", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("of_adapters", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_add_in_three_dtypes(oracle, of_y, of_x, of_adapters, dropout):
+    """Every operand keeps its dtype: a layer may return another one than it takes."""
+    by_row, num = LAYOUTS["interleaved"]
+    exact = _adapters(num, 3, dropout)
+    matrices = [each.detach().to(of_adapters).requires_grad_() for each in _operands(exact)]
+    x, y = torch.randn(len(by_row), IN).to(of_x), torch.randn(len(by_row), OUT).to(of_y)
+    x.requires_grad_()
+    y.requires_grad_()
+    result = add(y, x, _rebuild(exact, matrices), by_row, seed=range(num))
+    assert result.dtype == of_y
+    base = torch.zeros(OUT, IN, dtype=torch.float64)
+    doubles = _rebuild(exact, [each.double() for each in matrices])
+    expected = y.double() + oracle.formula(x.double(), base, None, doubles, by_row, range(num))
+    tolerance = max(TOLERANCES.get(each, 0) for each in (of_y, of_x, of_adapters))
+    _compare(result, expected, [x, y, *matrices], rtol=tolerance, atol=tolerance * 4)
+
+
 def _shaped(kind: str) -> torch.Tensor:
     x = torch.randn(2, 3, IN, dtype=torch.float64)
     return {
@@ -329,48 +351,52 @@ def test_autograd_keeps_the_input_and_the_products_of_rank_r(shape, assignment, 
     assert list(kept.values()) == [4 * (30 * 2 + 10 * 3)]
 
 
-def test_step_takes_less_memory_than_the_formula():
-    num_rows, size, rank = 2048, 256, 8
-    x, weight = torch.randn(num_rows, size), torch.randn(size, size)
-    x.requires_grad_()
-    adapter = Adapter(
-        torch.randn(rank, size, requires_grad=True),
-        torch.randn(size, rank, requires_grad=True),
-        dropout=0.1,
-    )
+def _peaks(num_rows: int, size: int, rank: int, by_row: list[int] | None, dtypes, dropout: float):
+    """Return the bytes that the products take at their peaks, forward and backward.
 
-    def peft() -> torch.Tensor:
-        inputs = torch.nn.functional.dropout(x, 0.1)
-        return torch.nn.functional.linear(x, weight) + inputs @ adapter.down.T @ adapter.up.T
-
-    def backward(y: torch.Tensor) -> None:
-        torch.autograd.grad(
-            y, (x, adapter.down, adapter.up), torch.ones((), device=y.device).expand_as(y)
+    The meter sees what an operator makes only where that is made of operators itself.
+    """
+    base, of_adapters = dtypes
+    num = 1 if by_row is None else 2
+    runs = AdapterRows.of_runs([num_rows])
+    rows = runs if by_row is None else AdapterRows.group(by_row, num)
+    matrices = torch.randn(2, num, size, rank).to(of_adapters)
+    uses = uses_of(
+        [each.t().contiguous() for each in matrices[0]], list(matrices[1]), rows.order,
+        rows.counts, rows.starts, [1.0] * num, [dropout] * num, torch.arange(num),
+    )  # fmt: skip
+    x, weight, dy = (torch.randn(n, size).to(base) for n in (num_rows, size, num_rows))
+    _products.forward(x, weight, None, None, uses)  # builds the library
+    forward, _ = measured_peak(lambda: _products.forward(x, weight, None, None, uses))
+    _, hidden = _products.forward(x, weight, None, None, uses)
+    needs = [True] * num
+    backward, _ = measured_peak(
+        lambda: _products.backward(
+            dy, x, weight, hidden, uses, needs_x=True, needs_down=needs, needs_up=needs
         )
-
-    peak, kept = measured_peak(lambda: linear(x, weight, None, [adapter], seed=1), then=backward)
-    peft_peak, _ = measured_peak(peft, then=backward)
-    y_bytes, hidden_bytes = 4 * num_rows * size, 4 * num_rows * rank
-    assert kept <= y_bytes + hidden_bytes + 64
-    # Beside y: the gradient of x, a tile of 512 rows, S, a tile of dS, and gradients of rank r.
-    tile_bytes = 4 * 512 * (size + rank)
-    assert peak <= 2 * y_bytes + hidden_bytes + tile_bytes + 3 * 4 * 2 * rank * size + 64
-    assert peak < 0.6 * peft_peak
+    )
+    return forward, backward
 
 
-def test_interleaved_rows_take_no_gathered_matrix():
-    """Of x, y and their gradients only tiles are gathered."""
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+def test_products_take_tiles_beside_their_results(dropout, interleaved, base):
+    """Nothing of M rows and more than r columns: no mask, no gathered or converted matrix."""
     num_rows, size, rank = 4096, 128, 4
-    x, weight = torch.randn(num_rows, size, requires_grad=True), torch.randn(size, size)
-    adapters = _adapters(2, rank, 0.1, torch.float32, sizes=(size, size))
-    rows = AdapterRows.group([0, 1] * (num_rows // 2), 2)
-    dy = torch.randn(num_rows, size)
-
-    def run(y: torch.Tensor) -> None:
-        torch.autograd.grad(y, (x, *_operands(adapters)), dy)
-
-    peak, _ = measured_peak(lambda: linear(x, weight, None, adapters, rows, seed=1), then=run)
-    assert peak <= 4 * num_rows * (2 * size + 2 * rank + 1) + 4 * 4 * 512 * size + 16 * 4 * 5 * size
+    by_row = [0, 1] * (num_rows // 2) if interleaved else None
+    forward, backward = _peaks(num_rows, size, rank, by_row, (base, torch.float32), dropout)
+    result_bytes = base.itemsize * num_rows * size
+    of_rank_r = 4 * num_rows * rank
+    tile_bytes = 4 * 512 * (size + rank)
+    num_tiles = 1 + 2 * interleaved  # rows of x and y are gathered where they do not follow
+    if dropout == 0 and not interleaved and base == torch.float32:
+        num_tiles = 0
+    elif base != torch.float32:
+        num_tiles += 1  # products before they are rounded
+    matrices_bytes = 4 * 4 * rank * size + 64
+    assert forward <= result_bytes + of_rank_r + num_tiles * tile_bytes + matrices_bytes
+    assert backward <= result_bytes + (num_tiles + 1) * tile_bytes + matrices_bytes
 
 
 def _under_autocast(run: Callable[[], torch.Tensor], dtype=torch.bfloat16) -> torch.Tensor:

@@ -82,15 +82,24 @@ class AdapterUse:
         """Return memory for a tile of x, in the dtype of the adapter's matrices."""
         return self.down.new_empty(min(TILE_ROWS, self.num_rows), self.down.shape[1])
 
+    def copies(self, x: torch.Tensor) -> bool:
+        """Return whether a tile of x is gathered or converted, and so may be overwritten."""
+        return self.index is not None or x.dtype != self.down.dtype
+
     def inputs_of(self, x: torch.Tensor, tile: slice, memory: torch.Tensor | None) -> torch.Tensor:
-        """Return a tile of the adapter's input m * x; `memory` is of `new_tile` if masked."""
-        rows = self.rows_of(x, tile)
-        copied = self.index is not None or rows.dtype != self.down.dtype
-        rows = rows.to(self.down.dtype)
+        """Return a tile of the adapter's input m * x, in the dtype of its matrices.
+
+        Args:
+            x: Input, `(M, K)`.
+            tile: Place of the tile among the adapter's rows.
+            memory: Result of `new_tile`; needed where x is masked and not copied.
+        """
+        rows = self.rows_of(x, tile).to(self.down.dtype)
         if self.mask is None:
             return rows
-        assert memory is not None
-        return self.mask.select(rows, tile.start, rows if copied else memory[: len(rows)])
+        out = rows if memory is None or self.copies(x) else memory[: len(rows)]
+        assert out is not rows or self.copies(x)
+        return self.mask.select(rows, tile.start, out)
 
 
 @without_autocast
@@ -128,7 +137,7 @@ def forward(
         y = torch.addmm(bias.to(x.dtype), x, weight.to(x.dtype).t())
     hidden = make_hidden(x, uses)
     for use, s in zip(uses, split_hidden(hidden, uses), strict=True):
-        memory = None if use.mask is None else use.new_tile()
+        memory = None if use.mask is None or use.copies(x) else use.new_tile()
         for tile in use.tiles():
             torch.mm(use.inputs_of(x, tile, memory), use.down.t(), out=s[tile])
             _add_product(y, use, tile, s[tile])
@@ -233,7 +242,11 @@ def backward(
         uses, split_hidden(hidden, uses), needs_down, needs_up, strict=True
     ):
         down, up = _new_sum(use.down, has_down), _new_sum(use.up, has_up)
-        memory = None if use.mask is None and dx is None else use.new_tile()
+        if dx is None:
+            buffered = has_down and use.mask is not None and not use.copies(x)
+        else:
+            buffered = use.mask is not None or dx.dtype != use.down.dtype
+        memory = use.new_tile() if buffered else None
         for tile in use.tiles():
             rows = use.rows_of(dy, tile).to(s.dtype)
             if up is not None:
@@ -243,7 +256,7 @@ def backward(
             ds = torch.mm(rows, use.up).mul_(use.factor)
             if down is not None:
                 _add_to_sum(down, ds.t(), use.inputs_of(x, tile, memory), 1.0)
-            if dx is not None and memory is not None:
+            if dx is not None:
                 _add_input_gradient(dx, use, tile, ds, memory)
         downs.append(None if down is None else down.to(use.down.dtype))
         ups.append(None if up is None else up.to(use.up.dtype))
@@ -267,11 +280,11 @@ def _add_to_sum(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, by
 
 
 def _add_input_gradient(
-    dx: torch.Tensor, use: AdapterUse, tile: slice, ds: torch.Tensor, memory: torch.Tensor
+    dx: torch.Tensor, use: AdapterUse, tile: slice, ds: torch.Tensor, memory: torch.Tensor | None
 ) -> None:
-    """Add m * (dS A) to a tile of the adapter's rows of dx; `memory` is overwritten."""
+    """Add m * (dS A) to a tile of dx, by way of `memory` where it is masked or converted."""
     total = use.rows_of(dx, tile)
-    if use.mask is None and total.dtype == ds.dtype:
+    if memory is None:
         total.addmm_(ds, use.down)
     else:
         product = torch.mm(ds, use.down, out=memory[: len(ds)])
