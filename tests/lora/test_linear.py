@@ -137,6 +137,24 @@ def test_more_rows_than_a_tile(oracle, masks_by, interleaved, dtype):
     _compare(result, expected, [x, *_operands(adapters)], rtol=atol / 100, atol=atol)
 
 
+def test_sums_over_many_tiles_are_rounded_once():
+    """Sixteen tiles that were added in bfloat16 would be rounded sixteen times.
+
+    A product of one tile is rounded as well, so that the bound is a rounding and a half.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(8192, 64, generator=generator).bfloat16()
+    down, up = (torch.rand(n, generator=generator).bfloat16() for n in ((4, 64), (32, 4)))
+    dy = torch.rand(8192, 32, generator=generator).bfloat16()
+    adapter = Adapter(down.requires_grad_(), up.requires_grad_())
+    y = linear(x, torch.zeros(32, 64).bfloat16(), None, [adapter], seed=0)
+    found = torch.autograd.grad(y, (down, up), dy)
+    hidden = (x.double() @ down.double().T).bfloat16().double()
+    ds = (dy.double() @ up.double()).bfloat16().double()
+    for a, b in zip(found, (ds.T @ x.double(), dy.double().T @ hidden), strict=True):
+        assert ((a.double() - b) / b).abs().max() < 1.5 * 2**-8
+
+
 @pytest.mark.parametrize(
     ("layout", "dropout", "trained_layer"),
     [
@@ -162,6 +180,19 @@ def test_gradients_and_their_gradients(layout, dropout, trained_layer):
     operands = (x, weight, bias, *_operands(adapters))
     assert gradcheck(run, operands)
     assert gradgradcheck(run, operands)
+
+
+def test_operands_that_depend_on_each_other_are_followed_once():
+    """Also with `create_graph`, where the operator's backward pass is one of autograd's own."""
+    (adapter,) = _adapters(1, 2, 0.4)
+    base = torch.randn(4, IN, dtype=torch.float64)
+    weight = torch.randn(OUT, IN, dtype=torch.float64)
+    x = base @ (adapter.down.T @ adapter.down)
+    y = linear(x, weight, None, [adapter], seed=8).sin().sum()
+    operands = (adapter.down, adapter.up)
+    wanted = torch.autograd.grad(y, operands, retain_graph=True)
+    found = torch.autograd.grad(y, operands, create_graph=True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 def test_gradients_of_add_and_their_gradients():
