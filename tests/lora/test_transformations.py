@@ -221,7 +221,7 @@ def test_derivatives_of_torch_func(by_row):
     tangent = torch.randn_like(x)
     step = 1e-6
     difference = (run(x + step * tangent) - run(x - step * tangent)) / (2 * step)
-    value, derivative = torch.func.jvp(run, (x,), (tangent,))
+    value, derivative, *_ = torch.func.jvp(run, (x,), (tangent,))
     torch.testing.assert_close(value, run(x), rtol=0, atol=1e-12)
     torch.testing.assert_close(derivative, difference, rtol=1e-6, atol=1e-6)
     with forward_ad.dual_level():

@@ -85,8 +85,8 @@ class AdapterRows:
         num_rows: Rows of the batch, those of no adapter included.
         counts: Rows of each adapter.
         starts: First row of each adapter whose rows lie together in the batch; else -1.
-        order: The adapters' rows one after the other, int64 of shape `(sum(counts),)`; None where
-            the rows of each adapter lie together.
+        order: The adapters' rows one after the other, int64 of shape `(sum(counts),)`, no row twice
+            for one adapter; None where the rows of each adapter lie together.
 
     Raises:
         ValueError: Counts, starts and order do not fit each other or the batch.

@@ -56,7 +56,8 @@ def linear(
 
     Args:
         x: Input of shape `(*batch, in_features)`; its rows are those of `x.flatten(0, -2)`.
-        weight: The layer's weight, `(out_features, in_features)`.
+        weight: The layer's weight, `(out_features, in_features)`. Where its dtype or that of `bias`
+            is not that of `x`, it is converted in each call.
         bias: The layer's bias, `(out_features,)`, or None.
         adapters: Adapters of any ranks. Their dtype may differ from that of `x` (float32 adapters
             on a bfloat16 layer); the result has the dtype of `x`.
