@@ -196,7 +196,9 @@ def test_waves_fill_what_the_wave_before_has_left():
     assert schedule.num_micro_batches == schedule.lower_bound == 3
 
 
-def test_a_micro_batch_is_empty_only_where_one_job_has_to_wait():
+@pytest.mark.parametrize("most_to_search", [0, 400])
+def test_a_micro_batch_is_empty_only_where_one_job_has_to_wait(monkeypatch, most_to_search: int):
+    monkeypatch.setattr(_packing, "_MOST_TO_SEARCH", most_to_search)
     alone = pack(name_jobs([[[5], [5], [5]]]), 10, pipeline_depth=3)
     alone.validate()
     assert [len(each) for each in alone.micro_batches] == [1, 0, 0, 1, 0, 0, 1]
@@ -207,7 +209,7 @@ def test_a_micro_batch_is_empty_only_where_one_job_has_to_wait():
 
 
 def test_the_search_of_orders_saves_micro_batches(monkeypatch):
-    jobs = name_jobs(draw_jobs(1, num_pieces=60, most_per_step=8))
+    jobs = name_jobs(draw_jobs(2, num_pieces=60, most_per_step=8))
     searched = pack(jobs, 10, pipeline_depth=2)
     searched.validate()
     monkeypatch.setattr(_packing, "_MOST_TO_SEARCH", 0)

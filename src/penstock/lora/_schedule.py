@@ -111,7 +111,7 @@ class Schedule(Report, title="schedule of jobs"):
     """The order of first fit that found the schedule ("waves" in a number of groups of jobs,
     "longest chain first", "search of orders"), or "bins" of `penstock.batching.pack_bins`."""
     stopped: bool
-    """Whether a time limit ended a search. If not, the same jobs give the same schedule."""
+    """True if a time limit ended a search. If not, the same jobs give the same schedule."""
 
     @property
     def num_micro_batches(self) -> int:

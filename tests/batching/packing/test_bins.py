@@ -225,6 +225,16 @@ def test_a_light_bin_is_found_where_first_fit_has_none():
     assert lighter.loads == (11, 8) and lighter.method == "HiGHS"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "method"),
+    [([0, 5, 4, 0, 4, 3, 3], "HiGHS"), ([0, 4, 4, 3, 3, 3, 0, 3], "bin completion")],
+)
+def test_searches_keep_samples_of_no_size(sizes: list[int], method: str):
+    packing = pack_bins(sizes, 10 if method == "bin completion" else 11)
+    check(sizes, packing.cap, packing)
+    assert packing.method == method
+
+
 def test_programs_of_many_patterns_are_solved_too(monkeypatch):
     monkeypatch.setattr("penstock.batching.packing._program._MAX_PATTERNS", 0)
     found = improve([6, 5, 4, 3, 2], [1, 1, 1, 1, 1], 10, (2, 4), 20.0)

@@ -49,11 +49,11 @@ class BinPacking(Report, title="bins", hidden={"bins", "loads"}):
     lower_bound: int
     """A number of bins that no packing is below."""
     optimal: bool
-    """Whether `num_bins` equals `lower_bound`."""
+    """True if `num_bins` equals `lower_bound`."""
     method: str
     """The method whose bins these are: "first fit decreasing", "bin completion" or "HiGHS"."""
     stopped: bool
-    """Whether the time limit ended the search. If not, the same arguments give the same bins on
+    """True if the time limit ended the search. If not, the same arguments give the same bins on
     every machine that has HiGHS in the same version."""
 
 

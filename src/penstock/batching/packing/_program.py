@@ -52,7 +52,7 @@ class Improvement:
     lower_bound: int
     """A number of bins below which there is no packing."""
     timed_out: bool
-    """Whether the time ended the search."""
+    """True if the time ended the search."""
 
 
 def improve(
@@ -71,7 +71,7 @@ def improve(
     least, most = bounds
     bins, num_bins, timed_out = None, most, False
     for tried in range(least, most):
-        program = _Program(sizes, counts, cap, tried)
+        program = _BinProgram(sizes, counts, cap, tried)
         bins = program.solve(deadline - time.monotonic(), _FEWEST_NODES)
         timed_out |= program.timed_out
         if bins is not None:
@@ -79,14 +79,14 @@ def improve(
             break
         if program.proved_infeasible and tried == least:
             least += 1
-    lighter = _Program(sizes, counts, cap, num_bins, minimise=True)
+    lighter = _BinProgram(sizes, counts, cap, num_bins, minimise=True)
     if not timed_out and lighter.num_columns <= _MOST_COLUMNS:
         bins = lighter.solve(deadline - time.monotonic(), _LIGHTEST_NODES) or bins
         timed_out = lighter.timed_out
     return Improvement(bins, least, timed_out)
 
 
-class _Program:
+class _BinProgram:
     """The program for one number of bins, with or without a light last one."""
 
     def __init__(
