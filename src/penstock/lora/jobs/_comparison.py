@@ -29,7 +29,7 @@ _SINGLE_ROUNDINGS = 64  # times eps and sqrt(layers): rounding of a pass whose p
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial works on.
+    """A new adapter, and the passes that are compared.
 
     Attributes:
         packed: The model on micro-batches.

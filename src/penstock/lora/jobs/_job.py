@@ -186,17 +186,17 @@ class JobUpdate:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this is the job's next update, and the job is running."""
+        """Tell that this is the job's next update, and the job is running."""
         return self.job.state == "running" and self.job.num_steps == self.step
 
     @property
     def is_applied(self) -> bool:
-        """Whether the job has made this update."""
+        """Tell that the job has made this update."""
         return self.job.num_steps > self.step
 
     @property
     def is_complete(self) -> bool:
-        """Whether all chunks were added."""
+        """Tell that all chunks were added."""
         return self._next == len(self.chunks)
 
     def add(self, chunk: TokenChunk, loss: float) -> None:

@@ -44,7 +44,7 @@ from penstock.lora.jobs._packed_model import PackedModel
 from penstock.lora.jobs._report import JobReport, JobsReport
 from penstock.lora.jobs._row_sizes import find_row_sizes
 from penstock.lora.jobs._seeds import derive_seed
-from penstock.lora.jobs._training import Counts, PackingLimits, run_steps
+from penstock.lora.jobs._training import PackingLimits, PassCounts, run_steps
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -122,7 +122,7 @@ class Jobs:
         self._packed = PackedModel(base_model)
         self._peft: Any = None
         self._jobs: dict[str, TrainingJob] = {}
-        self._counts = Counts()
+        self._counts = PassCounts()
 
     def add(
         self,

@@ -37,8 +37,8 @@ class JobsReport(Report, title="penstock.lora.Jobs", hidden={"jobs"}):
     """All jobs of one base; printing it shows a table, in which each job has one row."""
 
     is_exact: bool
-    """Whether a job's losses and weights have the same bits beside any neighbours, as far as the
-    probes of this machine, model and number of threads show."""
+    """A job's losses and weights have the same bits beside any neighbours, as far as the probes of
+    this machine, model and number of threads show."""
     inexact_reason: str | None
     """The reason where they may not."""
     num_least_rows: int

@@ -25,7 +25,7 @@ from penstock.lora.jobs._row_sizes import RowSizes
 
 
 @dataclass
-class Counts:
+class PassCounts:
     """Passes so far, for the report."""
 
     micro_batches: int = 0
@@ -49,7 +49,7 @@ def run_steps(
     *,
     num_steps: int,
     packing: PackingLimits,
-    counts: Counts,
+    counts: PassCounts,
 ) -> None:
     """Make the next updates of some jobs.
 
@@ -103,7 +103,7 @@ def _pack(updates: dict[str, list[JobUpdate]], sizes: RowSizes, packing: Packing
 
 
 def _run_micro_batch(
-    parts: list[tuple[JobUpdate, int]], packed: PackedModel, sizes: RowSizes, counts: Counts
+    parts: list[tuple[JobUpdate, int]], packed: PackedModel, sizes: RowSizes, counts: PassCounts
 ) -> None:
     chunks = [update.chunks[number] for update, number in parts]
     num_rows = sizes.fit(sum(chunk.num_rows for chunk in chunks))
