@@ -11,7 +11,7 @@ from _peft_models import MAKERS, assert_same, backward, gradients, make, make_ba
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear
 
-from penstock.lora import AdapterRows, fuse, fuse_report
+from penstock.lora import _settings, fuse, fuse_report
 from penstock.lora._settings import AdapterNames
 
 BATCH = make_batch()
@@ -100,8 +100,8 @@ def test_modules_to_save_get_the_names_too():
 def test_rows_are_grouped_once_for_all_layers(monkeypatch):
     fused = fuse(make(second=SECOND))
     calls = []
-    group = AdapterRows.group
-    monkeypatch.setattr(AdapterRows, "group", lambda *args: calls.append(args) or group(*args))
+    expand = _settings._expand
+    monkeypatch.setattr(_settings, "_expand", lambda *args: calls.append(args) or expand(*args))
     fused(**BATCH, adapter_names=NAMES)
     assert len(calls) == 1
 
