@@ -1,5 +1,7 @@
 """`adapter_names` in training, and the settings of a pass that checkpointing runs again."""
 
+import types
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -11,7 +13,7 @@ from _peft_models import MAKERS, assert_same, backward, gradients, make, make_ba
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear
 
-from penstock.lora import AdapterRows, fuse, fuse_report
+from penstock.lora import _settings, fuse, fuse_report
 from penstock.lora._settings import AdapterNames
 
 BATCH = make_batch()
@@ -67,12 +69,14 @@ def test_evaluation_equals_peft():
 
 
 def test_layers_of_peft_get_the_names_too():
-    targets = ["q_proj", "embed_tokens"]
+    targets = ["q_proj", "v_proj", "embed_tokens"]
     stock = make(second=SECOND, target_modules=targets)
-    fused = fuse(twin(stock))
-    watched = fused.base_model.model.model.layers[0].self_attn.q_proj.lora_A["other"]
-    watched.register_forward_hook(lambda *_: None)
-    assert len(fuse_report(fused).stock) == 2
+    fused = twin(stock)
+    block = fused.base_model.model.model.layers[0].self_attn
+    block.q_proj.lora_A["other"].register_forward_hook(lambda *_: None)
+    block.v_proj.forward = types.MethodType(Linear.forward, block.v_proj)
+    fuse(fused)
+    assert len(fuse_report(fused).stock) == 3
     expected = _separate_passes(stock, BATCH, NAMES)
     assert_same(backward(fused, **BATCH, adapter_names=NAMES), expected, tolerance=1e-6)
     _checkpoint_layers(fused, use_reentrant=False)
@@ -100,8 +104,8 @@ def test_modules_to_save_get_the_names_too():
 def test_rows_are_grouped_once_for_all_layers(monkeypatch):
     fused = fuse(make(second=SECOND))
     calls = []
-    group = AdapterRows.group
-    monkeypatch.setattr(AdapterRows, "group", lambda *args: calls.append(args) or group(*args))
+    expand = _settings._expand
+    monkeypatch.setattr(_settings, "_expand", lambda *args: calls.append(args) or expand(*args))
     fused(**BATCH, adapter_names=NAMES)
     assert len(calls) == 1
 

@@ -28,6 +28,7 @@ from penstock.lora._settings import (
     AdapterNames,
     Settings,
     find_settings,
+    find_settings_uncompiled,
     note_change,
     note_seeds,
 )
@@ -63,10 +64,10 @@ class FusedLinear(Linear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the layer's output with the adapters of its rows added."""
         # Compiled code need not look for settings of earlier passes, until there are names.
-        if kwargs.get("adapter_names") is None and (
-            self.penstock_takes_names or not torch.compiler.is_compiling()
-        ):
-            settings = find_settings(self, self.current_settings())
+        is_compiling = torch.compiler.is_compiling()
+        if kwargs.get("adapter_names") is None and (self.penstock_takes_names or not is_compiling):
+            find = find_settings_uncompiled if is_compiling else find_settings
+            settings = find(self, self.current_settings())
             if settings is not None:
                 return self._forward_with(settings, x, *args, **kwargs)
         return self._add_adapters(x, *args, **kwargs)

@@ -22,10 +22,10 @@ from penstock.lora._settings import (
     BASE,
     AdapterNames,
     Settings,
-    find_settings,
+    find_settings_uncompiled,
     forget,
-    note_change,
-    note_use,
+    note_change_uncompiled,
+    note_use_uncompiled,
 )
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def recall_names(
     """Give `adapter_names` to a layer of PEFT's that gradient checkpointing calls again."""
     if kwargs.get("adapter_names") is not None or not getattr(module, _TAKES_NAMES, False):
         return None
-    settings = find_settings(module, _NO_NAMES)
+    settings = find_settings_uncompiled(module, _NO_NAMES)
     return None if settings is None else (args, {**kwargs, "adapter_names": settings.names})
 
 
@@ -131,15 +131,15 @@ def _pass_names(model: FusedLoraModel, names: AdapterNames) -> Iterator[None]:
             handles.append(
                 module.register_forward_pre_hook(add_names, with_kwargs=True, prepend=True)
             )
-            note_change(module, _settings_of(module, None), _settings_of(module, names))
-            note_use(module)
+            note_change_uncompiled(module, _settings_of(module, None), _settings_of(module, names))
+            note_use_uncompiled(module)
             setattr(module, _TAKES_NAMES, True)
         yield
     finally:
         for handle in handles:
             handle.remove()
         for module in modules:
-            note_change(module, _settings_of(module, names), _settings_of(module, None))
+            note_change_uncompiled(module, _settings_of(module, names), _settings_of(module, None))
 
 
 def _check_names(model: FusedLoraModel, names: object) -> None:

@@ -33,6 +33,9 @@ class AdapterNames(list[str]):
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
+        self._samples: dict[str, list[int]] = {}
+        for number, name in enumerate(self):
+            self._samples.setdefault(name, []).append(number)
         self._rows: dict[tuple[Any, ...], tuple[tuple[str, ...], AdapterRows]] = {}
 
     @disable_dynamo
@@ -45,16 +48,31 @@ class AdapterNames(list[str]):
             available: Names of the layer's adapters.
             x: The layer's input, of shape `(samples, *, in_features)`.
         """
-        named = set(self)
-        used = tuple(name for name in available if name in named)
-        num_rows = x.shape[:-1].numel() // len(self) if self else 0
+        used = tuple(name for name in available if name in self._samples)
+        num_rows = x.shape[:-1].numel()
         key = (used, num_rows, x.device)
         if key not in self._rows:
-            numbers = {name: number for number, name in enumerate(used)}
-            by_sample = torch.tensor([numbers.get(name, -1) for name in self], dtype=torch.int64)
-            by_row = by_sample.repeat_interleave(num_rows).to(x.device)
-            self._rows[key] = used, AdapterRows.group(by_row, len(used))
+            samples = [self._samples[name] for name in used]
+            self._rows[key] = used, _expand(samples, len(self), num_rows, x.device)
         return self._rows[key]
+
+
+def _expand(
+    samples: list[list[int]], num_samples: int, num_rows: int, device: torch.device
+) -> AdapterRows:
+    """Return the rows of each adapter's samples, which have as many rows each."""
+    each = num_rows // max(num_samples, 1)
+    starts = [
+        numbers[0] * each if numbers[-1] - numbers[0] == len(numbers) - 1 else -1
+        for numbers in samples
+    ]
+    order = None
+    if -1 in starts:
+        first = torch.tensor([number * each for numbers in samples for number in numbers])
+        order = (first[:, None] + torch.arange(each)).flatten().to(device)
+    return AdapterRows(
+        num_rows, tuple(len(numbers) * each for numbers in samples), tuple(starts), order
+    )
 
 
 class Settings(NamedTuple):
@@ -93,7 +111,6 @@ def is_recomputing() -> bool:
     return current_graph_task_id() != -1
 
 
-@disable_dynamo
 def note_change(layer: torch.nn.Module, before: Settings, after: Settings) -> None:
     """Note that the settings of a layer change from here on."""
     if before == after:
@@ -105,7 +122,6 @@ def note_change(layer: torch.nn.Module, before: Settings, after: Settings) -> No
         del history.changes[: _MAX_CHANGES // 4]
 
 
-@disable_dynamo
 def note_use(layer: torch.nn.Module) -> None:
     """Note that a layer is called with its settings of now."""
     history = _histories.get(layer)
@@ -113,7 +129,6 @@ def note_use(layer: torch.nn.Module) -> None:
         history.changes[-1].was_used = True
 
 
-@disable_dynamo
 def find_settings(layer: torch.nn.Module, now: Settings) -> Settings | None:
     """Return the settings that a layer had in the first pass of what is now recomputed.
 
@@ -139,7 +154,8 @@ def find_settings(layer: torch.nn.Module, now: Settings) -> Settings | None:
     if place < 0:
         raise RuntimeError(
             f"the adapters of a layer were changed more than {_MAX_CHANGES} times between a "
-            "forward pass with gradient checkpointing and its backward pass; call backward() earlier"
+            "forward pass with gradient checkpointing and its backward pass; call backward() "
+            "earlier"
         )
     change = history.changes[place]
     if change.settings != now and history.last_task == current_graph_task_id():
@@ -154,6 +170,12 @@ def find_settings(layer: torch.nn.Module, now: Settings) -> Settings | None:
             "level of gradient checkpointing, and call the model outside of backward passes"
         )
     return None if change.settings == now else change.settings
+
+
+# Compiled code calls these, where the wrapper costs nothing beside the cut in the graph.
+note_change_uncompiled = disable_dynamo(note_change)
+note_use_uncompiled = disable_dynamo(note_use)
+find_settings_uncompiled = disable_dynamo(find_settings)
 
 
 def note_seeds(layer: torch.nn.Module, seeds: Sequence[int], now: Settings) -> None:
