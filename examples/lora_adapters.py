@@ -142,7 +142,7 @@ def live_table(report, plans, base_losses):
     table = Table(title="four jobs on one base", title_justify="left")
     for name, justify in (("job", "left"), ("rank", "right"), ("steps", "left"), ("", "right")):
         table.add_column(name, justify=justify)
-    for name in ("loss of the base", "loss now", "rate", "tokens/s"):
+    for name in ("base", "loss", "rate", "tokens/s"):
         table.add_column(name, justify="right")
     table.add_column("state")
     for job in report.jobs:
@@ -213,6 +213,7 @@ def draw(report, plans, base_losses, held_out, path):
             label=label,
         )
         axes[1].bar_label(bars, fmt="%.2f", padding=2)
+    axes[1].margins(y=0.12)
     axes[1].set_xticks(list(places), names)
     titled(axes[1], "loss of text held out: the base in grey, its adapter in colour")
     save(figure, path)
