@@ -15,12 +15,15 @@ from torch import Tensor
 from penstock.compat.autograd import is_transformed
 from penstock.lora import _products
 from penstock.lora._adapters import Adapter, AdapterRows
-from penstock.lora._operator import run_operator, uses_of
+from penstock.lora._operator import uses_of
 
 _GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 divided by the golden ratio
 
 Assignment = AdapterRows | Tensor | Sequence[int] | None
 """Rows by adapter; by row the number of its adapter, -1 for none; None: the only one has all."""
+
+Seed = int | Sequence[int] | Tensor
+"""An integer for all adapters, or one for each; a tensor: int64 on the CPU, `(num_adapters,)`."""
 
 
 def linear(
@@ -30,7 +33,7 @@ def linear(
     adapters: Sequence[Adapter],
     assignment: Assignment = None,
     *,
-    seed: int | Sequence[int],
+    seed: Seed,
 ) -> Tensor:
     """Return a linear layer's output with the adapters of its rows added.
 
@@ -58,8 +61,9 @@ def linear(
         assignment: By row the number of its adapter, -1 for none; or `AdapterRows`, grouped once
             for the layers of a step; or None where a single adapter has every row.
         seed: Of the dropout masks: an integer for all adapters, of which each makes masks of its
-            own, or one by adapter. The mask of an element depends on the seed, on the number of its
-            row among the adapter's, and on the column. Layers and steps need seeds of their own.
+            own; or one by adapter, also as an int64 tensor on the CPU. The mask of an element
+            depends on the seed, on the number of its row among the adapter's, and on the column.
+            Layers and steps need seeds of their own.
 
     Returns:
         The output, `(*batch, out_features)`. Under autocast it has autocast's dtype.
@@ -80,7 +84,7 @@ def add(
     adapters: Sequence[Adapter],
     assignment: Assignment = None,
     *,
-    seed: int | Sequence[int],
+    seed: Seed,
 ) -> Tensor:
     """Return a layer's output with the adapters of its rows added, where the layer computed it.
 
@@ -125,7 +129,7 @@ def _prepare(
     x: Tensor,
     adapters: Sequence[Adapter],
     assignment: Assignment,
-    seed: int | Sequence[int],
+    seed: Seed,
     *,
     out_features: int,
     weight: Tensor | None,
@@ -167,7 +171,7 @@ def _prepare(
 def _run(call: _Call, weight: Tensor | None, bias: Tensor | None, total: Tensor | None) -> Tensor:
     if not torch.compiler.is_compiling() and is_transformed():
         return _products.compose(call.x, weight, bias, total, uses_of(*call.operands))
-    return run_operator(call.x, weight, bias, total, *call.operands)[0]
+    return torch.ops.penstock.lora_forward(call.x, weight, bias, total, *call.operands)[0]
 
 
 def _check_adapter(number: int, adapter: Adapter, x: Tensor, out_features: int) -> None:
@@ -202,14 +206,25 @@ def _group(assignment: Assignment, num_rows: int, num_adapters: int) -> AdapterR
     return assignment
 
 
-def _derive_seeds(seed: int | Sequence[int], num_adapters: int) -> list[int]:
-    """Return a seed of 64 bits, signed, for each adapter."""
-    if isinstance(seed, int):
-        seeds = [seed ^ (number * _GOLDEN) for number in range(num_adapters)]
+def _derive_seeds(seed: Seed, num_adapters: int) -> Tensor:
+    """Return a seed of 64 bits for each adapter."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.device.type != "cpu" or seed.dim() != 1:
+            raise TypeError(
+                f"seed is a tensor of {seed.dtype} and shape {tuple(seed.shape)} on {seed.device}; "
+                "accepted are int64 tensors on the CPU with one number for each adapter"
+            )
+        seeds = seed
+    elif isinstance(seed, int):
+        seeds = [_to_signed(seed ^ (number * _GOLDEN)) for number in range(num_adapters)]
     else:
-        seeds = list(seed)
-        if not all(isinstance(each, int) for each in seeds):
+        if not all(isinstance(each, int) for each in seed):
             raise TypeError(f"seed is {seed!r}; accepted are an integer, or one for each adapter")
-        if len(seeds) != num_adapters:
-            raise ValueError(f"seed has {len(seeds)} numbers for {num_adapters} adapters")
-    return [((each + 2**63) % 2**64) - 2**63 for each in seeds]
+        seeds = [_to_signed(each) for each in seed]
+    if len(seeds) != num_adapters:
+        raise ValueError(f"seed has {len(seeds)} numbers for {num_adapters} adapters")
+    return torch.as_tensor(seeds, dtype=torch.int64)
+
+
+def _to_signed(seed: int) -> int:
+    return ((seed + 2**63) % 2**64) - 2**63
