@@ -26,6 +26,8 @@ UNSLOTH = "Unsloth"
 OURS = "penstock"
 BASE = "base only"
 ARMS = (PEFT, COMPILED, ADD_INTO, OURS, BASE)
+FORWARD = "forward, beside the base product"
+"""Arm of the part that counts bytes."""
 SCALING = 2.0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from _lora_arms import ADD_INTO, BASE, COMPILED, OURS
+from _lora_arms import ADD_INTO, BASE, COMPILED, FORWARD, OURS
 from _lora_jobs import ONE_BY_ONE, PROCESSES, TOGETHER
 from _lora_layers import CELL_BAR, CROWDED, CROWDED_BAR, LAYER, TOPIC
 from _rows import BenchmarkRow, read_rows, results_file
@@ -52,6 +52,8 @@ def bars(rows: Sequence[BenchmarkRow]) -> Iterator[Bar]:
     yield from _crowded_bars(rows_of(rows, CROWDED, OURS))
     yield from _growth_bars(rows_of(rows, "training", OURS))
     yield from _jobs_bars(rows)
+    yield from _bytes_bars([row for row in rows if row.extra.get("part") == "bytes"])
+    yield _packing_bar(rows_of(rows, "packing", "penstock"))
 
 
 def geometric_mean(rows: Sequence[BenchmarkRow]) -> float | None:
@@ -129,6 +131,32 @@ def _jobs_bars(rows: Sequence[BenchmarkRow]) -> Iterator[Bar]:
     else:
         text = f"{found:g}" if others is None else f"{found:g} ({PROCESSES}: {others:g})"
         yield Bar(what, "1", text, found == 1)
+
+
+def _bytes_bars(rows: Sequence[BenchmarkRow]) -> Iterator[Bar]:
+    """Return the bars that kernels move what their closed forms say, and no more forward."""
+    kernels = [row for row in rows if row.arm != FORWARD]
+    what, asked = "Triton kernels, counted bytes", "the closed form, no atomics"
+    if not kernels:
+        yield Bar(what, asked, NOT_MEASURED, None)
+    else:
+        wrong = [row for row in kernels if row.limit_fraction != 1 or row.extra["atomic"]]
+        found = f"{len(kernels) - len(wrong)} of {len(kernels)} launches"
+        yield Bar(what, asked, found, not wrong)
+    what = f"Triton kernels, {FORWARD}, over MK + 2Mr + Nr + rK, largest"
+    yield _worst(
+        what, 1.0, [(row.limit_fraction or 0.0, row) for row in rows if row.arm == FORWARD]
+    )
+
+
+def _packing_bar(ours: Sequence[BenchmarkRow]) -> Bar:
+    what, asked = "packing 100,000 samples", "below 5 s"
+    limited = [row for row in ours if row.limit is not None]
+    if not limited:
+        return Bar(what, asked, NOT_MEASURED, None)
+    (row,) = limited
+    found = f"{row.median_seconds:.3g} s, {row.extra['over_bound']:.4f} of the bound's batches"
+    return Bar(what, asked, found, (row.limit_fraction or 0.0) < 1)
 
 
 def show(device_name: str, directory: Path) -> None:

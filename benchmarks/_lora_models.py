@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import torch
@@ -88,11 +89,27 @@ def with_adapter(base: Any, *, rank: int, dropout: float, fused: bool) -> Any:
     return model.train()
 
 
-def base_bytes(model: Any) -> int:
-    """Return the bytes of the frozen weights, each storage once."""
+def base_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of a model's weights without those of adapters, each storage once."""
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-        for each in model.parameters()
-        if not each.requires_grad
+        for name, each in model.named_parameters()
+        if "lora_" not in name
+    }
+    return sum(storages.values())
+
+
+def live_base_bytes(base: torch.nn.Module) -> int:
+    """Return the bytes of all live tensors that have a shape of the base's matrices.
+
+    That is `base_bytes` but for vectors, once for each copy of the base in the process.
+    """
+    shapes = {each.shape for name, each in base.named_parameters() if "lora_" not in name}
+    shapes = {shape for shape in shapes if len(shape) == 2}
+    gc.collect()
+    storages = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.Tensor) and each.shape in shapes and not each.is_meta
     }
     return sum(storages.values())

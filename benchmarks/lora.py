@@ -11,6 +11,8 @@ process (`_lora_arms.py`). Part `crowded` runs the same arm in two processes at 
 many threads as there are cores. Part `training` trains a Llama with adapters on all linear layers
 of its blocks, each arm in a process of its own, in rounds. Part `jobs` trains 1, 4 and 8 jobs: all
 together on one base, one after the other, and one process each. Ratios are taken within a round.
+Part `bytes` counts what the Triton kernels load and store under Triton's interpreter (its times are
+the interpreter's). Part `packing` times the schedule of 100,000 samples.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 import _lora_arms
 import _lora_bars
 import _lora_jobs
+from _lora_packing import packing_rows
 from _lora_arms import BASE, COMPILED, OURS, PEFT, UNSLOTH, Shape
 from _lora_layers import CROWDED, LAYER, TOPIC, crowded_rows, layer_rows, summary
 from _lora_models import Model
@@ -45,7 +48,7 @@ from _rows import (
 )
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("layers", "crowded", "training", "jobs", "bars")
+PARTS = ("layers", "crowded", "training", "jobs", "bytes", "packing", "bars")
 GRIDS = {  # rows, widths, ranks by device and whether it is the quick one
     ("cpu", False): ((512, 2048, 8192), (1024, 2048, 4096), (8, 16, 64, 128)),
     ("cpu", True): ((512, 2048), (1024,), (8, 16, 128)),
@@ -70,14 +73,15 @@ class Worker:
     Args:
         script: Its file.
         flags: Its options.
+        variables: Of its environment.
     """
 
-    def __init__(self, script: str, flags: Sequence[object]) -> None:
+    def __init__(self, script: str, flags: Sequence[object], **variables: str) -> None:
         path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
         self._name = f"{script} {' '.join(map(str, flags))}"
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / script), *map(str, flags)],
-            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -90,7 +94,7 @@ class Worker:
         if not self._process.stdout.readline():
             self.result()
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Any:
         """Let it go on, and return what its last line says."""
         out, errors = self._process.communicate("go\n")
         if self._process.returncode:
@@ -187,7 +191,7 @@ def _paired_rows(
     return rows
 
 
-_OTHERS = ("state_bytes", "num_bases", "jobs")
+_OTHERS = ("state_bytes", "num_bases", "facts")
 
 
 def _limit_of(name: str, extra: dict[str, Any]) -> Limit | None:
@@ -233,6 +237,7 @@ def run_jobs(
         "losses": [losses for each in told for losses in each["losses"]],
         "num_bases": sum(each["num_bases"] for each in told),
         "jobs": num_jobs,
+        "facts": told[0]["facts"],
     }
 
 
@@ -250,6 +255,29 @@ def jobs_rows(
     case = f"jobs: {model}, {num_jobs} jobs of {ROWS_OF_JOB} rows, r 16, dropout {dropout:g}"
     extra = {"part": "jobs", "jobs": num_jobs, "dropout": dropout}
     return _paired_rows(case, runs, _lora_jobs.ONE_BY_ONE, options, where, extra)
+
+
+def bytes_rows(options: argparse.Namespace, where: Any) -> list[BenchmarkRow]:
+    """Return a row a launch of the Triton kernels: counted bytes against the closed form."""
+    flags = ["--quick"] if options.quick else []
+    worker = Worker("_lora_bytes.py", flags, TRITON_INTERPRET="1")
+    rows = []
+    for told in worker.result():
+        moved = {"memory->program": told["loaded"], "program->memory": told["stored"]}
+        rows.append(
+            BenchmarkRow.of(
+                [told["seconds"]],
+                topic=TOPIC,
+                case=f"bytes: {told['case']}",
+                arm=told["arm"],
+                moved_bytes=moved,
+                limit=Limit(name="closed form", value=told["closed"], unit="B"),
+                measured=sum(moved.values()),
+                extra={"part": "bytes", "atomic": told["atomic"], "tables": told["tables"]},
+                **where,
+            )
+        )
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,6 +330,8 @@ class Plan:
             ("crowded", [f"{CROWDED}: {shape}" for shape in self.crowded], crowded),
             ("training", [f"training: {case}" for case in self.training], self.training_arms),
             ("jobs", [f"jobs: {case}" for case in self.jobs], _lora_jobs.ARMS),
+            ("bytes", ["bytes"], ["all kernels"]),
+            ("packing", ["packing"], ["all arms"]),
         ):
             if part in parts:
                 announce((case, arm) for case in cases for arm in arms)
@@ -358,6 +388,10 @@ def measure(plan: Plan, options: argparse.Namespace, where: Any) -> None:
         write(training_rows(plan.model, names, tokens, dropout, options, where))
     for num_jobs, dropout in plan.jobs if "jobs" in options.part else ():
         write(jobs_rows(plan.model, num_jobs, dropout, options, where))
+    if "bytes" in options.part:
+        write(bytes_rows(options, where))
+    if "packing" in options.part:
+        write(packing_rows(where, num_samples=1000 if options.quick else 100_000))
 
 
 def main(given: Sequence[str] | None = None) -> None:
