@@ -111,24 +111,30 @@ class LayerStep:
         if self.device != "cpu":
             torch.cuda.synchronize()
 
-    def saved_bytes(self) -> int:
-        """Return the bytes of storages that autograd keeps, those of weights left out."""
+    def saved_bytes(self) -> tuple[int, int]:
+        """Return the bytes of storages that autograd keeps, those of weights left out.
+
+        The first number is of activations and masks, the second of integers of 64 bits: seeds, and
+        numbers of rows.
+        """
         operands = self.operands
         weights = {
             each.untyped_storage().data_ptr() for each in (operands.weight, *operands.leaves[1:])
         }
-        saved: dict[int, int] = {}
+        activations: dict[int, int] = {}
+        integers: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
-                saved[storage.data_ptr()] = storage.nbytes()
+                kind = integers if tensor.dtype == torch.int64 else activations
+                kind[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = self.forward()
         y.backward(operands.dy)  # nothing is freed before, so no address stands for two storages
-        return sum(saved.values())
+        return sum(activations.values()), sum(integers.values())
 
 
 class _AddInto(torch.autograd.Function):

@@ -104,9 +104,7 @@ def _growth_bars(ours: Sequence[BenchmarkRow]) -> Iterator[Bar]:
 
 
 def _jobs_bars(rows: Sequence[BenchmarkRow]) -> Iterator[Bar]:
-    together = [
-        row for row in rows_of(rows, "jobs", TOGETHER) if row.extra["jobs"] == JOBS_OF_BAR
-    ]
+    together = [row for row in rows_of(rows, "jobs", TOGETHER) if row.extra["jobs"] == JOBS_OF_BAR]
     what = f"{JOBS_OF_BAR} jobs together, time over {ONE_BY_ONE}"
     if not together:
         yield Bar.at_most(what, JOBS_BAR, None)

@@ -10,12 +10,14 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import penstock
 from _lora_layers import peak_of
 from _lora_models import (
     add_flags,
@@ -26,8 +28,6 @@ from _lora_models import (
     with_adapter,
 )
 from _train import memory_bytes
-
-import penstock
 
 TOGETHER = "penstock, jobs together"
 ONE_BY_ONE = "PEFT, one after the other"
@@ -145,7 +145,7 @@ class Together:
         return {name: told[name] for name in names}
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options that `lora.py` chooses for one process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arm", choices=ARMS, required=True)
@@ -157,7 +157,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     add_flags(parser)
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _lora_arms import OURS, PEFT, LayerStep, Operands, Shape, make_step, reason_against
+from _lora_arms import COMPILED, OURS, PEFT, LayerStep, Operands, Shape, make_step, reason_against
 from _rows import BenchmarkRow, Limit
 
 TOPIC = "lora"
@@ -41,7 +41,8 @@ def prepare(names: Sequence[str], shape: Shape, device: str) -> tuple[dict[str, 
 
     The reason stands in the rows of the others, as `not_run`.
     """
-    torch.compiler.reset()
+    if COMPILED in names:
+        torch.compiler.reset()
     operands = Operands.draw(shape, device)
     steps: dict[str, LayerStep] = {}
     not_run: dict[str, str] = {}
@@ -162,7 +163,7 @@ def layer_rows(
     rows = []
     for name, step in steps.items():
         ratio = ratios_to_peft(seconds, name)
-        saved = step.saved_bytes()
+        saved, integers = step.saved_bytes()
         rows.append(
             BenchmarkRow.of(
                 seconds[name],
@@ -178,6 +179,7 @@ def layer_rows(
                     "threads": torch.get_num_threads(),
                     "ratio_to_peft": ratio,
                     "most_saved_bytes": shape.saved_elements * element_bytes,
+                    "saved_integer_bytes": integers,
                     "not_run": not_run,
                 },
                 **where,

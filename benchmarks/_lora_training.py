@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Training:
         )
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options that `lora.py` chooses for one process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arm", required=True)
@@ -75,7 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     add_flags(parser)
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

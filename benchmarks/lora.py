@@ -33,10 +33,10 @@ import torch
 import _lora_arms
 import _lora_bars
 import _lora_jobs
-from _lora_packing import packing_rows
 from _lora_arms import BASE, COMPILED, OURS, PEFT, UNSLOTH, Shape
 from _lora_layers import CROWDED, LAYER, TOPIC, crowded_rows, layer_rows, summary
 from _lora_models import Model
+from _lora_packing import packing_rows
 from _rows import (
     REPOSITORY,
     BenchmarkRow,
@@ -78,7 +78,7 @@ class Worker:
 
     def __init__(self, script: str, flags: Sequence[object], **variables: str) -> None:
         path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
-        self._name = f"{script} {' '.join(map(str, flags))}"
+        self._name = " ".join([script, *map(str, flags)])
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / script), *map(str, flags)],
             env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **variables},
@@ -97,8 +97,8 @@ class Worker:
     def result(self) -> Any:
         """Let it go on, and return what its last line says."""
         out, errors = self._process.communicate("go\n")
-        if self._process.returncode:
-            raise WorkerError(f"{self._name}: {errors.strip()[-2000:]}")
+        if self._process.returncode or not out.strip():
+            raise WorkerError(f"{self._name}: {errors.strip()[-2000:] or 'no output'}")
         return json.loads(out.strip().splitlines()[-1])
 
     def go_on(self) -> None:
