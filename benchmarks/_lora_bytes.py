@@ -131,14 +131,15 @@ class CountedLayer:
 
 def repair_interpreter() -> None:
     """Let loops of interpreted kernels end where NumPy makes no number of an array of one."""
-    set_attr = interpreter._LangPatchScope.set_attr
+    patched: Any = interpreter._LangPatchScope
+    set_attr = patched.set_attr
 
     def with_item(scope: Any, target: Any, name: str, value: Any) -> None:
         if name == "__index__":
             value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
         set_attr(scope, target, name, value)
 
-    interpreter._LangPatchScope.set_attr = with_item
+    patched.set_attr = with_item
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ class Model:
             max_position_embeddings=8192,
             use_cache=False,
         )
-        model = transformers.LlamaForCausalLM(config)
+        model: Any = transformers.LlamaForCausalLM(config)
         return model.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
 
     def batch(self, *, rows: int, length: int, device: str = "cpu", seed: int = 1) -> Any:
