@@ -131,7 +131,7 @@ class _LinearWithAdapters(torch.autograd.Function):
         else:
             found = iter(torch.ops.penstock.lora_backward(dy, x, weight, hidden, *operands, flags))
         gradients = [next(found) if flag else None for flag in flags]
-        dweight = (dy.t() @ x).to(weight.dtype) if needs_weight else None
+        dweight = _products.multiply(dy.t(), x).to(weight.dtype) if needs_weight else None
         dbias = dy.sum(0).to(ctx.of_bias) if needs_bias else None
         dtotal = dy if needs_total else None
         return gradients[0], dweight, dbias, dtotal, None, None, None, *gradients[1:]
@@ -153,6 +153,7 @@ def _record(
     )
 
 
+@_products.without_autocast
 def _differentiable(
     dy: Tensor,
     x: Tensor,
@@ -173,8 +174,8 @@ def _differentiable(
 
 
 _OPERANDS = (
-    "Tensor[] downs, Tensor[] ups, Tensor? order, int[] counts, int[] starts, float[] scalings, "
-    "float[] dropouts, Tensor seeds"
+    "Tensor[] downs, Tensor[] ups, Tensor? order, SymInt[] counts, SymInt[] starts, "
+    "float[] scalings, float[] dropouts, Tensor seeds"
 )
 _library = torch.library.Library("penstock", "FRAGMENT")
 _library.define(
