@@ -95,13 +95,14 @@ def _find_interpreter() -> Any:
     """
     try:
         import triton
+        from triton import knobs
         from triton.runtime import interpreter
     except ImportError as error:
         raise PenstockError(
             "count_bytes needs Triton and its interpreter, which could not be imported: install "
             "triton>=3.6"
         ) from error
-    if not triton.knobs.runtime.interpret:
+    if not knobs.runtime.interpret:
         raise PenstockError(
             "count_bytes counts under Triton's interpreter, which is off: set TRITON_INTERPRET=1 "
             "in the environment before Triton is imported"
