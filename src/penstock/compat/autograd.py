@@ -4,6 +4,7 @@
 
 import torch
 from torch._C import _autograd
+from torch.autograd import forward_ad
 
 current_graph_task_id = torch._C._current_graph_task_id
 """Return the number of the backward pass that this thread is in; -1 outside of one."""
@@ -19,6 +20,13 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 set_grad_enabled = torch._C._set_grad_enabled
 """Turn gradients on or off on this thread at once, without a context manager's cost."""
+
+
+def is_transformed() -> bool:
+    """Return whether a transformation of `torch.func` or a forward-mode derivative is running."""
+    return (
+        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def set_lazy_bits(tensor: torch.Tensor, *, conjugate: bool, negative: bool) -> None:

@@ -1,0 +1,158 @@
+"""Adapters of one layer, and the rows of a batch grouped by adapter."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A low-rank addition to a layer: `scaling * dropout(x) @ down.T @ up.T` (LoRA, section 4.1).
+
+    Example:
+        >>> adapter = Adapter(torch.randn(8, 64), torch.zeros(32, 8), scaling=2.0, dropout=0.1)
+        >>> adapter.rank
+        8
+
+    Attributes:
+        down: The matrix A, of shape `(rank, in_features)`; PEFT's `lora_A.weight`.
+        up: The matrix B, of shape `(out_features, rank)` and of `down`'s dtype; `lora_B.weight`.
+        scaling: The factor of the addition; alpha / rank, or with rank-stabilised LoRA
+            alpha / sqrt(rank).
+        dropout: Probability of dropping an element of the input before `down`, in [0, 1).
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit each other, the rank is 0, or `dropout` is
+            outside of [0, 1).
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        down, up = self.down, self.up
+        if down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
+            raise ValueError(
+                f"down and up have the shapes {tuple(down.shape)} and {tuple(up.shape)}; accepted "
+                "are (rank, in_features) and (out_features, rank)"
+            )
+        if not down.shape[0]:
+            raise ValueError("down has rank 0: an adapter needs a rank of at least 1")
+        if down.dtype != up.dtype or down.device != up.device or down.dtype not in _FLOATS:
+            raise ValueError(
+                f"down is {down.dtype} on {down.device} and up {up.dtype} on {up.device}; both "
+                "must have one floating-point dtype and one device"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; accepted are probabilities in [0, 1)")
+
+    @property
+    def rank(self) -> int:
+        """Columns between `down` and `up`."""
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRows:
+    """Rows of a batch, grouped by adapter once for all layers of a step.
+
+    The position of a row among its adapter's, in ascending order, is its number, on which the
+    dropout mask depends.
+
+    Example:
+        >>> rows = AdapterRows.group(torch.tensor([1, 0, 1, -1, 0]), num_adapters=2)
+        >>> rows.counts, rows.starts, rows.order.tolist()
+        ((2, 2), (-1, -1), [1, 4, 0, 2])
+
+    Attributes:
+        num_rows: Rows of the batch, those of no adapter included.
+        counts: Rows of each adapter.
+        starts: First row of each adapter whose rows lie together in the batch; else -1.
+        order: The adapters' rows one after the other, int64 of shape `(sum(counts),)`; None where
+            the rows of each adapter lie together.
+    """
+
+    num_rows: int
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    order: torch.Tensor | None = None
+
+    @classmethod
+    def group(cls, assignment: torch.Tensor | Sequence[int], num_adapters: int) -> AdapterRows:
+        """Group the rows of a batch.
+
+        Args:
+            assignment: By row the number of its adapter, integers of shape `(num_rows,)`; -1 for a
+                row of no adapter.
+            num_adapters: Adapters that there are.
+
+        Returns:
+            The rows by adapter, on the assignment's device.
+
+        Raises:
+            TypeError: The assignment does not consist of integers.
+            ValueError: A number is outside of [-1, num_adapters), or the shape is another.
+        """
+        by_row = torch.as_tensor(assignment)
+        if by_row.dtype.is_floating_point or by_row.dtype in (torch.bool, torch.complex64):
+            raise TypeError(f"assignment has the dtype {by_row.dtype}; accepted are integers")
+        if by_row.dim() != 1:
+            raise ValueError(
+                f"assignment has the shape {tuple(by_row.shape)}; accepted is one number a row"
+            )
+        numbers = by_row.detach().to("cpu", torch.int64)
+        if len(numbers) and not -1 <= int(numbers.min()) <= int(numbers.max()) < num_adapters:
+            wrong = numbers[(numbers < -1) | (numbers >= num_adapters)][0]
+            raise ValueError(
+                f"assignment has the number {int(wrong)}; accepted are those of the {num_adapters} "
+                "adapters, from 0 on, and -1 for rows of no adapter"
+            )
+        counts = torch.bincount(numbers + 1, minlength=num_adapters + 1).tolist()
+        order = numbers.sort(stable=True).indices[counts.pop(0) :]
+        starts = [_start_of_run(rows) for rows in order.split(counts)]
+        return cls(
+            num_rows=len(numbers),
+            counts=tuple(counts),
+            starts=tuple(starts),
+            order=order.to(by_row.device) if -1 in starts else None,
+        )
+
+    @classmethod
+    def of_runs(cls, counts: Sequence[int], *, num_rows: int | None = None) -> AdapterRows:
+        """Give each adapter the next rows of a batch, from row 0 on.
+
+        Args:
+            counts: Rows of each adapter.
+            num_rows: Rows of the batch; those at its end have no adapter. None: the sum of counts.
+
+        Returns:
+            The rows by adapter.
+        """
+        ends = list(itertools.accumulate(counts))
+        total = ends[-1] if ends else 0
+        return cls(
+            num_rows=total if num_rows is None else num_rows,
+            counts=tuple(counts),
+            starts=tuple(end - count for end, count in zip(ends, counts, strict=True)),
+        )
+
+    @property
+    def num_adapters(self) -> int:
+        """Adapters among which the rows are divided."""
+        return len(self.counts)
+
+
+def _start_of_run(rows: torch.Tensor) -> int:
+    """Return the first of ascending numbers if they follow each other; else -1."""
+    if not len(rows):
+        return 0
+    first, last = int(rows[0]), int(rows[-1])
+    return first if last - first + 1 == len(rows) else -1

@@ -1,0 +1,215 @@
+"""Linear layers with low-rank adapters: arguments are checked and rows are grouped by adapter.
+
+`_operator.py` is the operator, `_products.py` computes, `_dropout.py` makes the masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.compat.autograd import is_transformed
+from penstock.lora import _products
+from penstock.lora._adapters import Adapter, AdapterRows
+from penstock.lora._operator import run_operator, uses_of
+
+_GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 divided by the golden ratio
+
+Assignment = AdapterRows | Tensor | Sequence[int] | None
+"""Rows by adapter; by row the number of its adapter, -1 for none; None: the only one has all."""
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapters: Sequence[Adapter],
+    assignment: Assignment = None,
+    *,
+    seed: int | Sequence[int],
+) -> Tensor:
+    """Return a linear layer's output with the adapters of its rows added.
+
+    Each row of an adapter gets `scaling * dropout(x) @ down.T @ up.T` (LoRA, arXiv:2106.09685,
+    section 4.1). The graph is split at the product of rank r (LoRAFusion, arXiv:2510.00206, section
+    4): autograd keeps `x` and that product, no mask and no masked input, and the backward pass
+    makes the mask again. Nothing is computed for an adapter that a row does not have. The result is
+    the same in every run: no sum depends on the order of threads.
+
+    Example:
+        >>> x, weight = torch.randn(6, 16), torch.randn(8, 16)
+        >>> adapters = [
+        ...     Adapter(torch.randn(4, 16), torch.randn(8, 4), scaling=2.0, dropout=0.1),
+        ...     Adapter(torch.randn(2, 16), torch.randn(8, 2)),
+        ... ]
+        >>> linear(x, weight, None, adapters, [0, 0, 1, 1, 1, -1], seed=7).shape
+        torch.Size([6, 8])
+
+    Args:
+        x: Input of shape `(*batch, in_features)`; its rows are those of `x.flatten(0, -2)`.
+        weight: The layer's weight, `(out_features, in_features)`.
+        bias: The layer's bias, `(out_features,)`, or None.
+        adapters: Adapters of any ranks. Their dtype may differ from that of `x` (float32 adapters
+            on a bfloat16 layer); the result has the dtype of `x`.
+        assignment: By row the number of its adapter, -1 for none; or `AdapterRows`, grouped once
+            for the layers of a step; or None where a single adapter has every row.
+        seed: Of the dropout masks: an integer for all adapters, of which each makes masks of its
+            own, or one by adapter. The mask of an element depends on the seed, on the number of its
+            row among the adapter's, and on the column. Layers and steps need seeds of their own.
+
+    Returns:
+        The output, `(*batch, out_features)`. Under autocast it has autocast's dtype.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: Shapes, dtypes or devices do not fit, or the assignment has another length than
+            `x` has rows, or numbers an adapter that does not exist.
+    """
+    call = _prepare(x, adapters, assignment, seed, out_features=weight.shape[0], weight=weight)
+    y = _run(call, weight, bias, None)
+    return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+
+
+def add(
+    y: Tensor,
+    x: Tensor,
+    adapters: Sequence[Adapter],
+    assignment: Assignment = None,
+    *,
+    seed: int | Sequence[int],
+) -> Tensor:
+    """Return a layer's output with the adapters of its rows added, where the layer computed it.
+
+    This is `linear` for a layer whose own product is not `x @ weight.T`: a quantised one, say.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(16, 8), torch.randn(6, 16)
+        >>> adapter = Adapter(torch.randn(4, 16), torch.randn(8, 4))
+        >>> add(layer(x), x, [adapter], seed=7).shape
+        torch.Size([6, 8])
+
+    Args:
+        y: The layer's output, `(*batch, out_features)`.
+        x: The layer's input, `(*batch, in_features)`.
+        adapters: As in `linear`.
+        assignment: As in `linear`.
+        seed: As in `linear`.
+
+    Returns:
+        The sum, of the shape and dtype of `y`.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: Shapes, dtypes, devices or the assignment do not fit.
+    """
+    if y.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"y has the shape {tuple(y.shape)} and x {tuple(x.shape)}: other rows")
+    call = _prepare(x, adapters, assignment, seed, out_features=y.shape[-1], weight=None)
+    total = _run(call, None, None, y.reshape(-1, y.shape[-1]))
+    return total.view(y.shape)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Arguments of one call as the operator takes them."""
+
+    x: Tensor
+    operands: tuple[Any, ...]
+
+
+def _prepare(
+    x: Tensor,
+    adapters: Sequence[Adapter],
+    assignment: Assignment,
+    seed: int | Sequence[int],
+    *,
+    out_features: int,
+    weight: Tensor | None,
+) -> _Call:
+    """Check the arguments of a call and flatten its rows."""
+    if x.dim() < 1:
+        raise ValueError("x has no dimension; accepted are tensors of shape (*batch, in_features)")
+    in_features = x.shape[-1]
+    if weight is not None and tuple(weight.shape) != (out_features, in_features):
+        raise ValueError(
+            f"weight has the shape {tuple(weight.shape)} for an x of shape {tuple(x.shape)}; "
+            f"accepted is (out_features, {in_features})"
+        )
+    for number, adapter in enumerate(adapters):
+        _check_adapter(number, adapter, x, out_features)
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+        downs = [adapter.down.to(dtype) for adapter in adapters]
+        ups = [adapter.up.to(dtype) for adapter in adapters]
+    else:
+        downs = [adapter.down for adapter in adapters]
+        ups = [adapter.up for adapter in adapters]
+    flat = x.reshape(-1, in_features)
+    rows = _group(assignment, flat.shape[0], len(adapters))
+    operands = (
+        downs,
+        ups,
+        rows.order if rows.order is None else rows.order.to(x.device),
+        rows.counts,
+        rows.starts,
+        [adapter.scaling for adapter in adapters],
+        [adapter.dropout for adapter in adapters],
+        _derive_seeds(seed, len(adapters)),
+    )
+    return _Call(flat, operands)
+
+
+def _run(call: _Call, weight: Tensor | None, bias: Tensor | None, total: Tensor | None) -> Tensor:
+    if not torch.compiler.is_compiling() and is_transformed():
+        return _products.compose(call.x, weight, bias, total, uses_of(*call.operands))
+    return run_operator(call.x, weight, bias, total, *call.operands)[0]
+
+
+def _check_adapter(number: int, adapter: Adapter, x: Tensor, out_features: int) -> None:
+    shapes = (adapter.down.shape[1], adapter.up.shape[0])
+    if shapes != (x.shape[-1], out_features):
+        raise ValueError(
+            f"adapters[{number}] is for {shapes[0]} features in and {shapes[1]} out; the layer has "
+            f"{x.shape[-1]} and {out_features}"
+        )
+    if adapter.down.device != x.device:
+        raise ValueError(
+            f"adapters[{number}] is on {adapter.down.device} and x on {x.device}; both must be on "
+            "one device"
+        )
+
+
+def _group(assignment: Assignment, num_rows: int, num_adapters: int) -> AdapterRows:
+    if assignment is None:
+        if num_adapters != 1:
+            raise ValueError(
+                f"assignment is None with {num_adapters} adapters; give the number of its adapter "
+                "for each row, -1 for none"
+            )
+        return AdapterRows.of_runs([num_rows])
+    if not isinstance(assignment, AdapterRows):
+        assignment = AdapterRows.group(assignment, num_adapters)
+    if (assignment.num_rows, assignment.num_adapters) != (num_rows, num_adapters):
+        raise ValueError(
+            f"assignment is for {assignment.num_rows} rows and {assignment.num_adapters} adapters; "
+            f"x has {num_rows} rows, and there are {num_adapters} adapters"
+        )
+    return assignment
+
+
+def _derive_seeds(seed: int | Sequence[int], num_adapters: int) -> list[int]:
+    """Return a seed of 64 bits, signed, for each adapter."""
+    if isinstance(seed, int):
+        seeds = [seed ^ (number * _GOLDEN) for number in range(num_adapters)]
+    else:
+        seeds = list(seed)
+        if not all(isinstance(each, int) for each in seeds):
+            raise TypeError(f"seed is {seed!r}; accepted are an integer, or one for each adapter")
+        if len(seeds) != num_adapters:
+            raise ValueError(f"seed has {len(seeds)} numbers for {num_adapters} adapters")
+    return [((each + 2**63) % 2**64) - 2**63 for each in seeds]
