@@ -34,10 +34,15 @@ def mix(word):
 
 
 @triton.jit
-def keep(numbers, columns, adapter_fields):
-    """Compute the dropout mask of an adapter's rows, by their numbers, and of columns."""
+def load_mask(adapter_fields):
+    """Load the key and the threshold of an adapter's dropout mask."""
     key = tl.load(adapter_fields + 3).to(tl.uint32)
-    threshold = tl.load(adapter_fields + 4).to(tl.uint32)
+    return key, tl.load(adapter_fields + 4).to(tl.uint32)
+
+
+@triton.jit
+def keep(key, threshold, numbers, columns):
+    """Compute the dropout mask of an adapter's rows, by their numbers, and of columns."""
     rows = mix(tl.add(key, numbers.to(tl.uint32), sanitize_overflow=False))
     spread = tl.mul(columns.to(tl.uint32), 0x9E3779B9, sanitize_overflow=False)
     words = mix(tl.add(rows[:, None], spread[None, :], sanitize_overflow=False))
@@ -60,6 +65,12 @@ def load_factor(adapter_fields):
 
 
 @triton.jit
+def load_rank(adapter_fields, RANK_FACTOR: tl.constexpr):
+    """Load an adapter's rank, a multiple of RANK_FACTOR, at which rows of S and B begin."""
+    return tl.multiple_of(tl.load(adapter_fields + 2).to(tl.int32), RANK_FACTOR)
+
+
+@triton.jit
 def find_rows(order, positions, is_row, HAS_ORDER: tl.constexpr):
     """Return the rows of positions in the order."""
     if HAS_ORDER:
@@ -79,6 +90,7 @@ def down_product(
     s,
     inner,
     HAS_ORDER: tl.constexpr,
+    RANK_FACTOR: tl.constexpr,
     DROPOUT: tl.constexpr,
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -90,7 +102,7 @@ def down_product(
     """Compute S = (m * x) A^T for a block of one adapter's rows."""
     entry = blocks + tl.program_id(0) * 6
     fields = adapters + tl.load(entry) * 8
-    rank = tl.load(fields + 2)
+    rank = load_rank(fields, RANK_FACTOR)
     if tl.program_id(1) * BLOCK_RANK >= rank:
         return
     j = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
@@ -101,17 +113,19 @@ def down_product(
     x_rows = x + rows[:, None] * x_row
     down = load_pointer(fields, ELEMENT, ALIGNED) + j[None, :].to(tl.int64) * inner
     total = tl.zeros([BLOCK_ROWS, BLOCK_RANK], tl.float32)
+    if DROPOUT:
+        key, threshold = load_mask(fields)
     for first in range(0, inner, BLOCK_INNER):
         k = first + tl.arange(0, BLOCK_INNER)
         is_x = is_row[:, None] & (k < inner)[None, :]
         tile = tl.load(x_rows + k[None, :].to(tl.int64) * x_column, mask=is_x, other=0)
         if DROPOUT:
-            tile = tl.where(keep(number, k, fields), tile, 0.0)
+            tile = tl.where(keep(key, threshold, number, k), tile, 0.0)
         is_down = (k < inner)[:, None] & (j < rank)[None, :]
         factor = tl.load(down + k[:, None], mask=is_down, other=0)
         total = tl.dot(tile.to(ELEMENT), factor, total, input_precision=PRECISION)
-    at = tl.load(entry + 4) + lane[:, None] * rank + j[None, :]
-    tl.store(s + at, total, mask=is_row[:, None] & (j < rank)[None, :])
+    s_rows = s + tl.multiple_of(tl.load(entry + 4), RANK_FACTOR) + lane[:, None] * rank
+    tl.store(s_rows + j[None, :], total, mask=is_row[:, None] & (j < rank)[None, :])
 
 
 @triton.jit
@@ -139,6 +153,7 @@ def base_product(
     HAS_BIAS: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
     HAS_ORDER: tl.constexpr,
+    RANK_FACTOR: tl.constexpr,
     DROPOUT: tl.constexpr,
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -164,11 +179,11 @@ def base_product(
     is_column = columns < width
     columns = columns.to(tl.int64)
     fields = adapters + tl.load(entry) * 8
-    rank = tl.load(fields + 2)
+    rank = load_rank(fields, RANK_FACTOR)
     lane = tl.arange(0, BLOCK_ROWS)
     is_row = lane < tl.load(entry + 2)
     rows = find_rows(order, tl.load(entry + 1) + lane, is_row, HAS_ORDER)
-    s_rows = s + tl.load(entry + 4) + lane[:, None] * rank
+    s_rows = s + tl.multiple_of(tl.load(entry + 4), RANK_FACTOR) + lane[:, None] * rank
     # B is (N, r), A (r, K): the column of the result is the row of B, or the column of A.
     factors = load_pointer(fields + (0 if BACKWARD else 1), ELEMENT, ALIGNED)
     factors += columns[None, :] * (1 if BACKWARD else rank)
@@ -183,7 +198,9 @@ def base_product(
         total = tl.dot(s_tile, factor, total, input_precision=PRECISION)
     if BACKWARD:
         if DROPOUT:
-            total = tl.where(keep(tl.load(entry + 3) + lane, columns, fields), total, 0.0)
+            key, threshold = load_mask(fields)
+            is_kept = keep(key, threshold, tl.load(entry + 3) + lane, columns)
+            total = tl.where(is_kept, total, 0.0)
     else:
         total *= load_factor(fields)
     if HAS_WEIGHT:
@@ -220,6 +237,7 @@ def up_gradient(
     up_partial,
     width,
     HAS_ORDER: tl.constexpr,
+    RANK_FACTOR: tl.constexpr,
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -232,17 +250,19 @@ def up_gradient(
     column = tl.program_id(0) % num_columns
     entry = pieces + tl.program_id(0) // num_columns * 6
     fields = adapters + tl.load(entry) * 8
-    rank = tl.load(fields + 2)
+    rank = load_rank(fields, RANK_FACTOR)
     if tl.program_id(1) * BLOCK_RANK >= rank:
         return
     j = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     n = (column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)).to(tl.int64)
     is_up = (n < width)[:, None] & (j < rank)[None, :]
-    up_at = n[:, None] * rank + j[None, :]
+    up_at = (column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[:, None] * rank + j[None, :]
     up = tl.load(load_pointer(fields + 1, ELEMENT, ALIGNED) + up_at, mask=is_up, other=0)
     scaling = load_factor(fields)
-    count, position, offset = tl.load(entry + 2), tl.load(entry + 1), tl.load(entry + 4)
-    ds = ds_slices + column.to(tl.int64) * slice_length
+    count, position = tl.load(entry + 2), tl.load(entry + 1)
+    offset = tl.multiple_of(tl.load(entry + 4), RANK_FACTOR)
+    count, s = count.to(tl.int32), s + offset
+    ds = ds_slices + column.to(tl.int64) * slice_length + offset
     total = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
     for first in range(0, count, BLOCK_ROWS):
         lane = first + tl.arange(0, BLOCK_ROWS)
@@ -250,7 +270,7 @@ def up_gradient(
         rows = find_rows(order, position + lane, is_row, HAS_ORDER)
         at = rows[:, None] * dy_row + n[None, :] * dy_column
         tile = tl.load(dy + at, mask=is_row[:, None] & (n < width)[None, :], other=0).to(ELEMENT)
-        s_at = offset + lane[:, None] * rank + j[None, :]
+        s_at = lane[:, None] * rank + j[None, :]
         is_s = is_row[:, None] & (j < rank)[None, :]
         s_tile = tl.load(s + s_at, mask=is_s, other=0)
         part = tl.dot(tile, up, input_precision=PRECISION)
@@ -271,6 +291,7 @@ def down_gradient(
     down_partial,
     width,
     HAS_ORDER: tl.constexpr,
+    RANK_FACTOR: tl.constexpr,
     DROPOUT: tl.constexpr,
     ELEMENT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -282,14 +303,17 @@ def down_gradient(
     num_columns = tl.cdiv(width, BLOCK_COLUMNS)
     entry = pieces + tl.program_id(0) // num_columns * 6
     fields = adapters + tl.load(entry) * 8
-    rank = tl.load(fields + 2)
+    rank = load_rank(fields, RANK_FACTOR)
     if tl.program_id(1) * BLOCK_RANK >= rank:
         return
     j = tl.program_id(1) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     k = tl.program_id(0) % num_columns * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     k = k.to(tl.int64)
-    count, position, offset = tl.load(entry + 2), tl.load(entry + 1), tl.load(entry + 4)
-    number = tl.load(entry + 3)
+    count, position = tl.load(entry + 2), tl.load(entry + 1)
+    offset = tl.multiple_of(tl.load(entry + 4), RANK_FACTOR)
+    number, count, ds = tl.load(entry + 3), count.to(tl.int32), ds + offset
+    if DROPOUT:
+        key, threshold = load_mask(fields)
     total = tl.zeros([BLOCK_COLUMNS, BLOCK_RANK], tl.float32)
     for first in range(0, count, BLOCK_ROWS):
         lane = first + tl.arange(0, BLOCK_ROWS)
@@ -298,8 +322,8 @@ def down_gradient(
         at = rows[:, None] * x_row + k[None, :] * x_column
         tile = tl.load(x + at, mask=is_row[:, None] & (k < width)[None, :], other=0)
         if DROPOUT:
-            tile = tl.where(keep(number + lane, k, fields), tile, 0.0)
-        ds_at = offset + lane[:, None] * rank + j[None, :]
+            tile = tl.where(keep(key, threshold, number + lane, k), tile, 0.0)
+        ds_at = lane[:, None] * rank + j[None, :]
         ds_tile = tl.load(ds + ds_at, mask=is_row[:, None] & (j < rank)[None, :], other=0)
         total = tl.dot(tl.trans(tile.to(ELEMENT)), ds_tile, total, input_precision=PRECISION)
     at = (tl.load(entry + 5) + j[None, :]) * width + k[:, None]
@@ -335,7 +359,7 @@ def add_pieces(
     FIELD says which field of the table of adapters has the address of the gradient.
     """
     fields = adapters + tl.program_id(0).to(tl.int64) * 8
-    length = tl.load(fields + 2) * width
+    length = tl.load(fields + 2).to(tl.int32) * width
     if tl.program_id(1) * BLOCK >= length:
         return
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

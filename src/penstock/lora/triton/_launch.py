@@ -13,9 +13,11 @@ import triton.language as tl
 from penstock.lora._dropout import to_threshold
 from penstock.lora.triton import _kernels
 from penstock.lora.triton._tables import RowTables
-from penstock.lora.triton._tiles import DTYPES
+from penstock.lora.triton._tiles import DTYPES, find_rank_factor
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+NUM_STAGES = 2 if torch.version.hip else 3
+"""Tiles on their way: on AMD in registers, of which more than one is too many."""
 _WORD = 0xFFFFFFFF
 _GROUP_BLOCKS = 8
 """Blocks of rows that go through the columns of the base product together."""
@@ -31,7 +33,7 @@ class ProductLaunch:
     arguments: tuple[Any, ...]
     constants: Mapping[str, Any]
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = NUM_STAGES
 
     def __call__(self) -> None:
         """Launch the kernel, unless there is nothing to do."""
@@ -181,6 +183,7 @@ def forward(
             kernel=_kernels.down_product,
             grid=grid,
             arguments=(x, *x.stride(), _order(rows, x), blocks, table, s, x.shape[1]),
+            num_warps=tiles.rank_warps,
             constants={**shared, **sizes, "BLOCK_RANK": tiles.rank},
         )
     )
@@ -324,6 +327,7 @@ def _run_up_gradient(
             kernel=_kernels.up_gradient,
             grid=grid,
             arguments=(*operands, slices, len(s), partial, width),
+            num_warps=tiles.rank_warps,
             constants={
                 **{name: shared[name] for name in shared if name != "DROPOUT"},
                 **{"BLOCK_ROWS": tiles.gradient_rows, **sizes},
@@ -363,6 +367,7 @@ def _run_down_gradient(
             kernel=_kernels.down_gradient,
             grid=(num_programs, -(-rows.max_rank // tiles.rank)),
             arguments=(x, *x.stride(), _order(rows, x), pieces, table, ds, partial, width),
+            num_warps=tiles.rank_warps,
             constants={
                 **{name: shared[name] for name in shared if name != "ALIGNED"},
                 **{"BLOCK_ROWS": tiles.gradient_rows, **sizes},
@@ -407,6 +412,7 @@ def _share_constants(x: torch.Tensor, adapters: LayerAdapters, rows: RowTables) 
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "HAS_ORDER": rows.order is not None,
+        "RANK_FACTOR": find_rank_factor(rows.ranks),
         "DROPOUT": any(dropout > 0 for dropout in adapters.dropouts),
         "ELEMENT": _TYPES[adapters.dtype or x.dtype],
         "ALIGNED": all(each.data_ptr() % 16 == 0 for each in matrices),
