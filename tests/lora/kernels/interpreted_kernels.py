@@ -210,19 +210,18 @@ def test_parts_in_one_batch_add_up_as_in_batches_one_after_the_other():
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**40 + 3, -(2**63)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.999, 1 - 2**-40])
 def test_masks_have_the_bits_of_the_definition(seed, dropout):
-    """S of an input of ones and A = 1 column by column, hence dx, is the mask."""
+    """With A, B and dy of ones, dx is the mask, and S and dA are sums of what it keeps."""
     layer = Layer(40, 35, 1, (1,), [(0, 3, 40, 2**32 - 5)], (dropout,))
     layer.adapters = dataclasses.replace(layer.adapters, seeds=(seed,), scalings=(1 - dropout,))
     for matrix in (*layer.adapters.downs, *layer.adapters.ups, layer.dy):
         matrix.fill_(1)
     layer.weight.fill_(0)
-    mask = kept(seed, 2**32 - 5 + torch.arange(37), 35, dropout)
-    found = compute(layer)
-    assert torch.equal(found["dx"][3:], mask.float()) and not found["dx"][:3].any()
     layer.x.copy_(2.0 ** (torch.arange(35) % 5))
-    expected = torch.where(mask, layer.x[3:], 0)
-    assert torch.equal(compute(layer)["s"], expected.sum(1))
-    assert torch.equal(compute(layer)["ddowns"][0][0], expected.sum(0))
+    mask = kept(seed, 2**32 - 5 + torch.arange(37), 35, dropout)
+    inputs, found = torch.where(mask, layer.x[3:], 0), compute(layer)
+    assert torch.equal(found["dx"][3:], mask.float()) and not found["dx"][:3].any()
+    assert torch.equal(found["s"], inputs.sum(1))
+    assert torch.equal(found["ddowns"][0][0], inputs.sum(0))
     ours = _dropout.keep(seed, 2**32 - 5, 37, 35, dropout, torch.device("cpu"))
     assert torch.equal(mask, ours)
 

@@ -83,13 +83,12 @@ def record_launches(
 @pytest.mark.parametrize(
     ("dtype", "adapter_dtype", "ranks"),
     [
-        (BRAIN, BRAIN, (8, 16)),
+        (HALF, HALF, (8, 16)),
         (BRAIN, BRAIN, (128, 64)),
-        (HALF, HALF, (32,)),
         (FLOAT, FLOAT, (16,)),
         (BRAIN, FLOAT, (16,)),
     ],
-    ids=["bf16", "bf16 rank 128", "fp16", "fp32", "bf16 with adapters in fp32"],
+    ids=["fp16", "bf16 rank 128", "fp32", "bf16 with adapters in fp32"],
 )
 def test_kernels_compile_without_spills(dtype, adapter_dtype, ranks, target):
     from _kernel_resources import compile_launch
@@ -161,10 +160,10 @@ def test_blocks_and_pieces_have_every_row_once_and_of_one_adapter():
     for adapter, start, stop, _ in parts:
         adapters[start:stop] = adapter
     for entries, num_rows in ((rows.blocks, 4096), (rows.all_blocks, 5000), (rows.pieces, 4096)):
-        positions = torch.cat([entry.first + torch.arange(entry.count) for entry in entries])
+        positions = torch.cat([entry.first + torch.arange(entry.num_rows) for entry in entries])
         assert len(positions.unique()) == len(positions) == num_rows
         for entry in entries:
-            assert adapters[entry.first : entry.first + entry.count].eq(entry.adapter).all()
+            assert adapters[entry.first : entry.first + entry.num_rows].eq(entry.adapter).all()
     numbers = {entry.first: entry.number for entry in rows.pieces}
     assert numbers[5] == 7 and numbers[4100] == 4002
     assert (rows.adapter_parts, rows.part_pieces[1]) == ((0, 1, 3, 4), 1)

@@ -65,9 +65,9 @@ class LayerBytes:
         """Return the bytes of S = (m * x) A^T."""
         loaded = stored = table = 0
         for block, rank, tiles in self._walk(self.rows.blocks):
-            loaded += tiles * block.count * self.in_features * self.element
+            loaded += tiles * block.num_rows * self.in_features * self.element
             loaded += rank * self.in_features * self.adapter_element
-            stored += block.count * rank * self.adapter_element
+            stored += block.num_rows * rank * self.adapter_element
             numbers = 5 + 2 * self.has_dropout + self._order_numbers(block)
             table += self._rank_tiles() * 2 + tiles * numbers
         return _requests(loaded, stored, table)
@@ -83,12 +83,12 @@ class LayerBytes:
         loaded = stored = table = 0
         columns = _ceil_div(width, self.rows.tiles.base_columns)
         for block, rank, _ in self._walk(self.rows.all_blocks):
-            loaded += (columns * block.count + width) * rank * self.adapter_element
+            loaded += (columns * block.num_rows + width) * rank * self.adapter_element
             if has_weight:
-                loaded += (columns * block.count + width) * inner * self.element
+                loaded += (columns * block.num_rows + width) * inner * self.element
             loaded += has_bias * width * self.element
-            loaded += has_addend * block.count * width * self.element
-            stored += block.count * width * self.element
+            loaded += has_addend * block.num_rows * width * self.element
+            stored += block.num_rows * width * self.element
             numbers = 6 + 3 * self.has_dropout if backward else 7
             table += columns * (numbers + self._order_numbers(block))
         return _requests(loaded, stored, table)
@@ -101,9 +101,9 @@ class LayerBytes:
         slice_element = self.adapter_element if columns == 1 else _SUM
         for piece, rank, num_tiles in self._walk(self.rows.pieces):
             loaded += width * rank * self.adapter_element
-            loaded += num_tiles * piece.count * width * self.element
-            loaded += columns * piece.count * rank * self.adapter_element
-            stored += columns * piece.count * rank * slice_element + width * rank * _SUM
+            loaded += num_tiles * piece.num_rows * width * self.element
+            loaded += columns * piece.num_rows * rank * self.adapter_element
+            stored += columns * piece.num_rows * rank * slice_element + width * rank * _SUM
             numbers = 6 + self._order_numbers(piece)
             table += columns * (self._rank_tiles() * 2 + num_tiles * numbers)
         return _requests(loaded, stored, table)
@@ -114,8 +114,8 @@ class LayerBytes:
         loaded = stored = table = 0
         columns = _ceil_div(width, tiles.down_columns)
         for piece, rank, num_tiles in self._walk(self.rows.pieces):
-            loaded += num_tiles * piece.count * width * self.element
-            loaded += columns * piece.count * rank * self.adapter_element
+            loaded += num_tiles * piece.num_rows * width * self.element
+            loaded += columns * piece.num_rows * rank * self.adapter_element
             stored += width * rank * _SUM
             numbers = 5 + 2 * self.has_dropout + self._order_numbers(piece)
             table += columns * (self._rank_tiles() * 2 + num_tiles * numbers)
@@ -150,7 +150,7 @@ class LayerBytes:
         return _ceil_div(self.rows.max_rank, self.rows.tiles.rank)
 
     def _order_numbers(self, entry: Entry) -> int:
-        return 0 if self.rows.order is None else entry.count
+        return 0 if self.rows.order is None else entry.num_rows
 
 
 def _requests(loaded_bytes: int, stored_bytes: int, numbers: int) -> RequestedBytes:

@@ -17,6 +17,8 @@ Tables of blocks and pieces have the fields of `_tables.Entry`, that of adapters
 `_launch.AdapterRecord`, int64 each.
 """
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import triton

@@ -41,12 +41,12 @@ class Part(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Rows of one program: positions `[first, first + count)` in the order of the rows.
+    """Rows of one program: positions `[first, first + num_rows)` in the order of the rows.
 
     Attributes:
         adapter: Number of the adapter; the number of adapters for rows of none.
         first: First position.
-        count: Rows.
+        num_rows: Rows.
         number: Number of the first row within the adapter's rows.
         offset: Element of S at which the first row begins.
         ranks_before: Sum of the ranks of the pieces before: a piece's partial gradient begins at
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
     adapter: int
     first: int
-    count: int
+    num_rows: int
     number: int
     offset: int
     ranks_before: int = 0
@@ -198,7 +198,7 @@ def _cut_blocks(
             yield Entry(
                 adapter=part.adapter,
                 first=start,
-                count=min(rows, part.stop - start),
+                num_rows=min(rows, part.stop - start),
                 number=part.first + before,
                 offset=offset + before * ranks[part.adapter],
             )
