@@ -19,7 +19,7 @@ from lora_layers import Layer, assert_close, kept, make_layers
 from penstock.codegen import count_bytes
 from penstock.lora import AdapterRows, _dropout, _products
 from penstock.lora._operator import uses_of
-from penstock.lora.triton import backward, forward
+from penstock.lora.triton import backward, find_parts, forward
 from penstock.lora.triton._bytes import LayerBytes, RequestedBytes
 from penstock.lora.triton._launch import ProductLaunch, find_key
 
@@ -95,15 +95,15 @@ def test_adapters_in_float32_on_a_layer_in_half_precision(name):
             assert_close(ours, exact, torch.float32)
 
 
-def test_the_results_are_those_of_the_operator_on_the_cpu():
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_the_results_are_those_of_the_operator_on_the_cpu(is_sorted):
     layer = LAYERS["rows in another order"]
-    assert layer.order is not None
-    assignment = torch.full((75,), -1)
-    for adapter, start, stop, _ in layer.parts:
-        assignment[layer.order[start:stop]] = adapter
+    assignment = torch.arange(75) % 3 - 1
+    if is_sorted:  # adapter 1 before adapter 0, and rows of none between them
+        assignment = torch.tensor([1] * 30 + [-1] * 5 + [0] * 40)
     rows = AdapterRows.group(assignment, 2)
-    ends = [0, rows.counts[0], sum(rows.counts)]
-    parts = [(adapter, ends[adapter], ends[adapter + 1], 0) for adapter in range(2)]
+    assert (rows.order is None) == is_sorted
+    parts = find_parts(rows.counts, rows.starts, has_order=rows.order is not None)
     layer = dataclasses.replace(layer, order=rows.order, parts=parts)
     of, found = layer.adapters, compute(layer)
     uses = uses_of(
@@ -172,7 +172,7 @@ def test_two_runs_have_the_same_bits(name):
 def test_a_part_has_the_same_bits_beside_any_neighbours():
     """Its rows lie elsewhere, its number is another, and the others have other lengths."""
     together = Layer(130, 24, 40, (3, 8, 4), [(0, 0, 37, 0), (1, 40, 110, 0), (2, 110, 130, 0)],
-                     (0.5, 0.1, 0.0))  # fmt: skip
+                     (0.5, 0.1, 0.0), tiles={"gradient_rows": 2})  # fmt: skip
     alone = Layer(70, 24, 40, (8,), [(0, 0, 70, 0)], (0.1,))
     adapters = together.adapters
     alone.adapters = dataclasses.replace(
@@ -180,6 +180,7 @@ def test_a_part_has_the_same_bits_beside_any_neighbours():
     )
     alone.x, alone.weight, alone.bias = together.x[40:110], together.weight, together.bias
     alone.dy = together.dy[40:110]
+    assert len(together.rows.pieces) > 16  # of which a part has as many as its own rows need
     tiles = {f.name: getattr(together.rows.tiles, f.name)
              for f in dataclasses.fields(together.rows.tiles)}  # fmt: skip
     alone.tiles = tiles

@@ -7,7 +7,7 @@ Importing this package imports Triton.
 """
 
 from penstock.lora.triton._launch import LayerAdapters, backward, forward
-from penstock.lora.triton._tables import Part, RowTables, cut_rows
+from penstock.lora.triton._tables import Part, RowTables, cut_rows, find_parts
 from penstock.lora.triton._tiles import choose_tiles
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "backward",
     "choose_tiles",
     "cut_rows",
+    "find_parts",
     "forward",
 ]

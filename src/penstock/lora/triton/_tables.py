@@ -40,6 +40,22 @@ class Part(NamedTuple):
     first: int
 
 
+def find_parts(counts: Sequence[int], starts: Sequence[int], *, has_order: bool) -> list[Part]:
+    """Return the parts of an `AdapterRows`: one of each adapter.
+
+    Args:
+        counts: By adapter its rows.
+        starts: By adapter its first row, where there is no order.
+        has_order: Whether rows are those of an order, one adapter's behind the other's.
+    """
+    ends = list(itertools.accumulate(counts))
+    return [
+        Part(number, begin, begin + count, 0)
+        for number, (count, start, end) in enumerate(zip(counts, starts, ends, strict=True))
+        for begin in (end - count if has_order else start,)
+    ]
+
+
 class Entry(NamedTuple):
     """Rows of one program: positions `[first, first + num_rows)` in the order of the rows.
 
