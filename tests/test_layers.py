@@ -1,7 +1,8 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
-compat, units, errors, tables <- memory, codegen <- activations, unified, graph, rgnn, batching
-  <- traversal, lora <- planner <- executor <- report <- integrations <- cli, env
+compat, solvers, units, errors, tables <- memory, codegen
+  <- activations, unified, graph, rgnn, batching <- traversal, lora <- planner <- executor
+  <- report <- integrations <- cli, env
 
 No modules import each other in a circle, and none imports a private module of another package.
 Imports inside functions and under TYPE_CHECKING count as well: they are dependencies all the same.
@@ -16,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 LAYERS = [
-    {"compat", "units", "errors", "tables", "_lazy", "_version"},
+    {"compat", "solvers", "units", "errors", "tables", "_lazy", "_version"},
     {"memory", "codegen"},
     {"activations", "unified", "graph", "rgnn", "batching"},
     {"traversal", "lora"},

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Found
 from penstock.planner._request import LinkRates, PlanRequest
@@ -26,6 +25,7 @@ from penstock.planner.paging._plan_paging import (
     find_swap_rates,
     plan_by_paging,
 )
+from penstock.solvers import LinearProgram
 
 CAPS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.0)  # of the modelled peak, tried in turn
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from penstock import codegen as codegen
     from penstock import compat as compat
     from penstock import memory as memory
+    from penstock import solvers as solvers
     from penstock import tables as tables
     from penstock import units as units
     from penstock.activations import Offload, OffloadReport, offload

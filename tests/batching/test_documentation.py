@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.batching.dynamic import _batcher, _schedule, _typed_graph
+from penstock.batching.packing import _bins, _bound, _completion, _first_fit
 from penstock.batching.sampler import _byte_model, _packing, _sampler
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -22,7 +23,7 @@ def blocks(page, containing=""):
 
 def test_the_examples_of_the_guide_run_one_after_the_other(capsys):
     examples = blocks("docs/batching.md")
-    assert len(examples) == 3
+    assert len(examples) == 4
     exec("\n".join(examples), {"__name__": "guide"})
     said = capsys.readouterr().out
     assert "byte model" in said and "lower bound" in said
@@ -36,7 +37,11 @@ def test_the_readme_example_runs(capsys):
 
 @pytest.mark.parametrize(
     "module",
-    [_byte_model, _packing, _batcher, _sampler, _schedule, _typed_graph],
+    [
+        *(_byte_model, _packing, _sampler),
+        *(_bins, _bound, _completion, _first_fit),
+        *(_batcher, _schedule, _typed_graph),
+    ],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_the_examples_of_docstrings_run(module):

@@ -1,4 +1,4 @@
-"""Batches that fit: a sampler that fills a byte cap, and irregular computations in batches."""
+"""Batches that fit: below a cap, in few bins, and irregular computations in few calls."""
 
 from penstock.batching._meter import measured_peak
 from penstock.batching.dynamic import (
@@ -9,6 +9,7 @@ from penstock.batching.dynamic import (
     TypedGraph,
     schedule,
 )
+from penstock.batching.packing import BinPacking, pack_bins
 from penstock.batching.sampler import (
     BalancedBatchSampler,
     ByteModel,
@@ -22,12 +23,14 @@ __all__ = [
     "BatchReport",
     "BatchSchedule",
     "BatchedOutputs",
+    "BinPacking",
     "ByteModel",
     "DynamicBatcher",
     "Padded",
     "SampleCosts",
     "TypedGraph",
     "measured_peak",
+    "pack_bins",
     "probe_batches",
     "schedule",
 ]

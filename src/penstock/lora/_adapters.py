@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +29,9 @@ class Adapter:
         dropout: Probability of dropping an element of the input before `down`, in [0, 1).
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit each other, the rank is 0, or `dropout` is
-            outside of [0, 1).
+        TypeError: `down` or `up` is not a tensor.
+        ValueError: Shapes, dtypes or devices do not fit each other, the rank is 0, `scaling` is not
+            finite, or `dropout` is outside of [0, 1).
     """
 
     down: torch.Tensor
@@ -39,6 +41,11 @@ class Adapter:
 
     def __post_init__(self) -> None:
         down, up = self.down, self.up
+        if not isinstance(down, torch.Tensor) or not isinstance(up, torch.Tensor):
+            raise TypeError(
+                f"down and up are of the types {type(down).__name__} and {type(up).__name__}; "
+                "accepted are tensors"
+            )
         if down.dim() != 2 or up.dim() != 2 or up.shape[1] != down.shape[0]:
             raise ValueError(
                 f"down and up have the shapes {tuple(down.shape)} and {tuple(up.shape)}; accepted "
@@ -46,11 +53,13 @@ class Adapter:
             )
         if not down.shape[0]:
             raise ValueError("down has rank 0: an adapter needs a rank of at least 1")
-        if down.dtype != up.dtype or down.device != up.device or down.dtype not in _FLOATS:
+        if down.dtype != up.dtype or down.device != up.device or down.dtype not in FLOATS:
             raise ValueError(
                 f"down is {down.dtype} on {down.device} and up {up.dtype} on {up.device}; both "
                 "must have one floating-point dtype and one device"
             )
+        if not math.isfinite(self.scaling):
+            raise ValueError(f"scaling is {self.scaling}; accepted are finite numbers")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; accepted are probabilities in [0, 1)")
 
@@ -76,14 +85,36 @@ class AdapterRows:
         num_rows: Rows of the batch, those of no adapter included.
         counts: Rows of each adapter.
         starts: First row of each adapter whose rows lie together in the batch; else -1.
-        order: The adapters' rows one after the other, int64 of shape `(sum(counts),)`; None where
-            the rows of each adapter lie together.
+        order: The adapters' rows one after the other, int64 of shape `(sum(counts),)`, no row twice
+            for one adapter; None where the rows of each adapter lie together.
+
+    Raises:
+        ValueError: Counts, starts and order do not fit each other or the batch.
     """
 
     num_rows: int
     counts: tuple[int, ...]
     starts: tuple[int, ...]
     order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        runs = list(zip(self.counts, self.starts, strict=False))
+        if len(self.counts) != len(self.starts) or any(
+            count < 0 or start < -1 or start + count > self.num_rows for count, start in runs
+        ):
+            raise ValueError(
+                f"counts are {self.counts} and starts {self.starts}; accepted is a number of rows "
+                f"and a first row for each adapter, within the {self.num_rows} rows of the batch"
+            )
+        order = self.order
+        if order is None:
+            if -1 in self.starts:
+                raise ValueError("order is None; adapters whose start is -1 need it")
+        elif order.dtype != torch.int64 or tuple(order.shape) != (sum(self.counts),):
+            raise ValueError(
+                f"order is {order.dtype} of shape {tuple(order.shape)}; accepted are int64 numbers "
+                f"of the adapters' {sum(self.counts)} rows"
+            )
 
     @classmethod
     def group(cls, assignment: torch.Tensor | Sequence[int], num_adapters: int) -> AdapterRows:
@@ -101,9 +132,7 @@ class AdapterRows:
             TypeError: The assignment does not consist of integers.
             ValueError: A number is outside of [-1, num_adapters), or the shape is another.
         """
-        by_row = torch.as_tensor(assignment)
-        if by_row.dtype.is_floating_point or by_row.dtype in (torch.bool, torch.complex64):
-            raise TypeError(f"assignment has the dtype {by_row.dtype}; accepted are integers")
+        by_row = _to_integers(assignment)
         if by_row.dim() != 1:
             raise ValueError(
                 f"assignment has the shape {tuple(by_row.shape)}; accepted is one number a row"
@@ -135,6 +164,9 @@ class AdapterRows:
 
         Returns:
             The rows by adapter.
+
+        Raises:
+            ValueError: A count is negative, or `num_rows` is less than their sum.
         """
         ends = list(itertools.accumulate(counts))
         total = ends[-1] if ends else 0
@@ -148,6 +180,19 @@ class AdapterRows:
     def num_adapters(self) -> int:
         """Adapters among which the rows are divided."""
         return len(self.counts)
+
+
+def _to_integers(assignment: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Return an assignment as a tensor of integers."""
+    try:
+        numbers = torch.as_tensor(assignment)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"assignment is {assignment!r}; accepted are integers") from error
+    if numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex():
+        if not isinstance(assignment, torch.Tensor) and not numbers.numel():
+            return numbers.to(torch.int64)  # an empty list
+        raise TypeError(f"assignment has the dtype {numbers.dtype}; accepted are integers")
+    return numbers
 
 
 def _start_of_run(rows: torch.Tensor) -> int:

@@ -5,22 +5,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.compat.autograd import is_transformed
 from penstock.lora import _products
-from penstock.lora._adapters import Adapter, AdapterRows
-from penstock.lora._operator import run_operator, uses_of
+from penstock.lora._adapters import FLOATS, Adapter, AdapterRows
+from penstock.lora._operator import uses_of
 
 _GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 divided by the golden ratio
 
 Assignment = AdapterRows | Tensor | Sequence[int] | None
 """Rows by adapter; by row the number of its adapter, -1 for none; None: the only one has all."""
+
+Seed = int | Sequence[int] | Tensor
+"""An integer for all adapters, or one for each; a tensor: int64 on the CPU, `(num_adapters,)`."""
 
 
 def linear(
@@ -30,7 +35,7 @@ def linear(
     adapters: Sequence[Adapter],
     assignment: Assignment = None,
     *,
-    seed: int | Sequence[int],
+    seed: Seed,
 ) -> Tensor:
     """Return a linear layer's output with the adapters of its rows added.
 
@@ -51,15 +56,17 @@ def linear(
 
     Args:
         x: Input of shape `(*batch, in_features)`; its rows are those of `x.flatten(0, -2)`.
-        weight: The layer's weight, `(out_features, in_features)`.
+        weight: The layer's weight, `(out_features, in_features)`. Where its dtype or that of `bias`
+            is not that of `x`, it is converted in each call.
         bias: The layer's bias, `(out_features,)`, or None.
         adapters: Adapters of any ranks. Their dtype may differ from that of `x` (float32 adapters
             on a bfloat16 layer); the result has the dtype of `x`.
         assignment: By row the number of its adapter, -1 for none; or `AdapterRows`, grouped once
             for the layers of a step; or None where a single adapter has every row.
         seed: Of the dropout masks: an integer for all adapters, of which each makes masks of its
-            own, or one by adapter. The mask of an element depends on the seed, on the number of its
-            row among the adapter's, and on the column. Layers and steps need seeds of their own.
+            own; or one by adapter, also as an int64 tensor on the CPU. The mask of an element
+            depends on the seed, on the number of its row among the adapter's, and on the column.
+            Layers and steps need seeds of their own.
 
     Returns:
         The output, `(*batch, out_features)`. Under autocast it has autocast's dtype.
@@ -69,9 +76,10 @@ def linear(
         ValueError: Shapes, dtypes or devices do not fit, or the assignment has another length than
             `x` has rows, or numbers an adapter that does not exist.
     """
-    call = _prepare(x, adapters, assignment, seed, out_features=weight.shape[0], weight=weight)
+    _check_layer(x, weight, bias)
+    call = _prepare(x, adapters, assignment, seed, out_features=weight.shape[0])
     y = _run(call, weight, bias, None)
-    return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+    return y.view(*x.shape[:-1], weight.shape[0]) if x.dim() != 2 else y
 
 
 def add(
@@ -80,7 +88,7 @@ def add(
     adapters: Sequence[Adapter],
     assignment: Assignment = None,
     *,
-    seed: int | Sequence[int],
+    seed: Seed,
 ) -> Tensor:
     """Return a layer's output with the adapters of its rows added, where the layer computed it.
 
@@ -106,10 +114,15 @@ def add(
         TypeError: An argument is of another type.
         ValueError: Shapes, dtypes, devices or the assignment do not fit.
     """
-    if y.shape[:-1] != x.shape[:-1]:
-        raise ValueError(f"y has the shape {tuple(y.shape)} and x {tuple(x.shape)}: other rows")
-    call = _prepare(x, adapters, assignment, seed, out_features=y.shape[-1], weight=None)
-    total = _run(call, None, None, y.reshape(-1, y.shape[-1]))
+    _check_input(x)
+    _check_tensor("y", y, x)
+    if not y.dim() or y.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"y has the shape {tuple(y.shape)} and x {tuple(x.shape)}; accepted is a y with the "
+            "rows of x"
+        )
+    call = _prepare(x, adapters, assignment, seed, out_features=y.shape[-1])
+    total = _run(call, None, None, y.reshape(math.prod(y.shape[:-1]), y.shape[-1]))
     return total.view(y.shape)
 
 
@@ -125,20 +138,13 @@ def _prepare(
     x: Tensor,
     adapters: Sequence[Adapter],
     assignment: Assignment,
-    seed: int | Sequence[int],
+    seed: Seed,
     *,
     out_features: int,
-    weight: Tensor | None,
 ) -> _Call:
-    """Check the arguments of a call and flatten its rows."""
-    if x.dim() < 1:
-        raise ValueError("x has no dimension; accepted are tensors of shape (*batch, in_features)")
-    in_features = x.shape[-1]
-    if weight is not None and tuple(weight.shape) != (out_features, in_features):
-        raise ValueError(
-            f"weight has the shape {tuple(weight.shape)} for an x of shape {tuple(x.shape)}; "
-            f"accepted is (out_features, {in_features})"
-        )
+    """Check the adapters of a call and flatten its rows."""
+    if isinstance(adapters, Adapter):
+        raise TypeError("adapters is one Adapter; accepted is a sequence: [adapter]")
     for number, adapter in enumerate(adapters):
         _check_adapter(number, adapter, x, out_features)
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -149,7 +155,7 @@ def _prepare(
     else:
         downs = [adapter.down for adapter in adapters]
         ups = [adapter.up for adapter in adapters]
-    flat = x.reshape(-1, in_features)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     rows = _group(assignment, flat.shape[0], len(adapters))
     operands = (
         downs,
@@ -167,7 +173,44 @@ def _prepare(
 def _run(call: _Call, weight: Tensor | None, bias: Tensor | None, total: Tensor | None) -> Tensor:
     if not torch.compiler.is_compiling() and is_transformed():
         return _products.compose(call.x, weight, bias, total, uses_of(*call.operands))
-    return run_operator(call.x, weight, bias, total, *call.operands)[0]
+    return torch.ops.penstock.lora_forward(call.x, weight, bias, total, *call.operands)[0]
+
+
+def _check_input(x: Tensor) -> None:
+    _check_tensor("x", x, x)
+    if not x.dim():
+        raise ValueError("x has no dimension; accepted are tensors of shape (*batch, in_features)")
+
+
+def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _check_input(x)
+    _check_tensor("weight", weight, x)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"weight has the shape {tuple(weight.shape)} for an x of shape {tuple(x.shape)}; "
+            f"accepted is (out_features, {x.shape[-1]})"
+        )
+    if bias is not None:
+        _check_tensor("bias", bias, x)
+        if tuple(bias.shape) != (weight.shape[0],):
+            raise ValueError(
+                f"bias has the shape {tuple(bias.shape)}; accepted is ({weight.shape[0]},), the "
+                "rows of weight"
+            )
+
+
+def _check_tensor(name: str, value: Tensor, x: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is of the type {type(value).__name__}; accepted are tensors")
+    if value.dtype not in FLOATS:
+        raise TypeError(
+            f"{name} has the dtype {value.dtype}; accepted are float16, bfloat16, float32 and "
+            "float64. For a layer of another kind there is `add`, with the layer's own output"
+        )
+    if value.device != x.device:
+        raise ValueError(
+            f"{name} is on {value.device} and x on {x.device}; both must be on one device"
+        )
 
 
 def _check_adapter(number: int, adapter: Adapter, x: Tensor, out_features: int) -> None:
@@ -202,14 +245,40 @@ def _group(assignment: Assignment, num_rows: int, num_adapters: int) -> AdapterR
     return assignment
 
 
-def _derive_seeds(seed: int | Sequence[int], num_adapters: int) -> list[int]:
-    """Return a seed of 64 bits, signed, for each adapter."""
-    if isinstance(seed, int):
-        seeds = [seed ^ (number * _GOLDEN) for number in range(num_adapters)]
+def _derive_seeds(seed: Seed, num_adapters: int) -> Tensor:
+    """Return a seed of 64 bits for each adapter."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.device.type != "cpu" or seed.dim() != 1:
+            raise TypeError(
+                f"seed is a tensor of {seed.dtype} and shape {tuple(seed.shape)} on {seed.device}; "
+                "accepted are int64 tensors on the CPU with one number for each adapter"
+            )
+        seeds = seed
+    elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
+        parts = [_fill(_to_integer(each), 1) for each in seed]
+        seeds = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
     else:
-        seeds = list(seed)
-        if not all(isinstance(each, int) for each in seeds):
-            raise TypeError(f"seed is {seed!r}; accepted are an integer, or one for each adapter")
-        if len(seeds) != num_adapters:
-            raise ValueError(f"seed has {len(seeds)} numbers for {num_adapters} adapters")
-    return [((each + 2**63) % 2**64) - 2**63 for each in seeds]
+        others = [_to_signed(number * _GOLDEN) for number in range(num_adapters)]
+        seeds = _fill(_to_integer(seed), num_adapters) ^ torch.tensor(others, dtype=torch.int64)
+    if len(seeds) != num_adapters:
+        raise ValueError(f"seed has {len(seeds)} numbers for {num_adapters} adapters")
+    return seeds
+
+
+def _fill(seed: int, size: int) -> Tensor:
+    """Return copies of a seed; a compiled step then takes another one without being recompiled."""
+    if not -(2**63) <= seed < 2**63:
+        seed = _to_signed(seed)
+    return torch.full((size,), seed, dtype=torch.int64)
+
+
+def _to_integer(seed: Any) -> int:
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return seed  # as it is: a compiler follows it
+    if not isinstance(seed, np.integer):
+        raise TypeError(f"seed is {seed!r}; accepted are an integer, or one for each adapter")
+    return int(seed)
+
+
+def _to_signed(seed: int) -> int:
+    return ((seed + 2**63) % 2**64) - 2**63

@@ -1,11 +1,11 @@
 """The operator of `linear`, with its backward, its form under `torch.compile`, and its FLOPs.
 
+Seeds are a tensor on the CPU, so that a compiled or captured step draws new ones in each run.
 Autograd keeps the input, which the layer before shares, and the products of rank r. The dropout
 mask is made again. A backward pass that is to be differentiated itself goes through operators that
 autograd knows.
 """
 
-# pyright: reportFunctionMemberAccess=false, reportCallIssue=false
 # ruff: noqa: ANN001, ANN002, ANN003
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from penstock.compat.autograd import below_autograd
 from penstock.lora import _products
 from penstock.lora._dropout import Mask
 
@@ -29,16 +30,17 @@ def uses_of(
     starts: Sequence[int],
     scalings: Sequence[float],
     dropouts: Sequence[float],
-    seeds: Sequence[int],
+    seeds: Tensor,
 ) -> list[_products.AdapterUse]:
     """Return the adapters with their rows, from the operands of a call."""
     parts = [None] * len(counts) if order is None else order.split(list(counts))
+    numbers = seeds.tolist() if any(dropouts) else [0] * len(counts)
     return [
         _products.AdapterUse(
             down=downs[i],
             up=ups[i],
             factor=scalings[i] / (1 - dropouts[i]),
-            mask=Mask(seed=seeds[i], probability=dropouts[i]) if dropouts[i] else None,
+            mask=Mask(seed=numbers[i], probability=dropouts[i]) if dropouts[i] else None,
             start=starts[i],
             num_rows=counts[i],
             index=parts[i] if starts[i] < 0 else None,
@@ -47,124 +49,118 @@ def uses_of(
     ]
 
 
-@torch.library.custom_op("penstock::lora_forward", mutates_args=())
-def run_operator(
+def _forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     total: Tensor | None,
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    order: Tensor | None,
-    counts: Sequence[int],
-    starts: Sequence[int],
-    scalings: Sequence[float],
-    dropouts: Sequence[float],
-    seeds: Sequence[int],
+    *operands: Any,
 ) -> tuple[Tensor, Tensor]:
-    uses = uses_of(downs, ups, order, counts, starts, scalings, dropouts, seeds)
-    return _products.forward(x, weight, bias, total, uses)
+    return _products.forward(x, weight, bias, total, uses_of(*operands))
 
 
-@run_operator.register_fake
-def _(x, weight, bias, total, downs, ups, order, counts, *_):  # noqa: ANN202
-    size = sum(count * down.shape[0] for count, down in zip(counts, downs, strict=True))
-    dtype = downs[0].dtype if downs else x.dtype
-    y = x.new_empty(x.shape[0], weight.shape[0]) if total is None else torch.empty_like(total)
-    return y, x.new_empty(size, dtype=dtype)
-
-
-@torch.library.custom_op("penstock::lora_backward", mutates_args=())
 def _backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
     hidden: Tensor,
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    order: Tensor | None,
-    counts: Sequence[int],
-    starts: Sequence[int],
-    scalings: Sequence[float],
-    dropouts: Sequence[float],
-    seeds: Sequence[int],
-    needs: Sequence[bool],
+    *operands: Any,
 ) -> list[Tensor]:
     """Return the gradients that are asked for: by `needs` of x, then of each down, then each up."""
-    num = len(downs)
+    *of_uses, needs = operands
+    uses = uses_of(*of_uses)
     gradients = _products.backward(
         dy,
         x,
         weight,
         hidden,
-        uses_of(downs, ups, order, counts, starts, scalings, dropouts, seeds),
+        uses,
         needs_x=needs[0],
-        needs_down=list(needs[1 : num + 1]),
-        needs_up=list(needs[num + 1 :]),
+        needs_down=needs[1 : len(uses) + 1],
+        needs_up=needs[len(uses) + 1 :],
     )
     found = [gradients.x, *gradients.downs, *gradients.ups]
     return [gradient for gradient in found if gradient is not None]
 
 
-@_backward.register_fake
-def _(dy, x, weight, hidden, downs, ups, order, counts, starts, scalings, dropouts, seeds, needs):  # noqa: ANN202
-    operands = [x, *downs, *ups]
-    return [each.new_empty(each.shape) for each, need in zip(operands, needs, strict=True) if need]
+class _LinearWithAdapters(torch.autograd.Function):
+    """The operator below autograd, with its gradients.
+
+    Lists are flattened, which `torch.library`'s own autograd does in half a millisecond a call.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        total: Tensor | None,
+        rows: tuple[Any, ...],
+        seeds: Tensor,
+        order: Tensor | None,
+        *matrices: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        num = len(matrices) // 2
+        downs, ups = matrices[:num], matrices[num:]
+        with below_autograd():
+            y, hidden = torch.ops.penstock.lora_forward(
+                x, weight, bias, total, downs, ups, order, *rows, seeds
+            )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(hidden)
+        ctx.save_for_backward(x, weight, hidden, order, seeds, *matrices)
+        ctx.rows = rows
+        ctx.of_bias = None if bias is None else bias.dtype
+        return y, hidden
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        dy = grad_outputs[0]
+        needs_x, needs_weight, needs_bias, needs_total, _, _, _, *needed = ctx.needs_input_grad
+        if dy is None:
+            return (None,) * (7 + len(needed))
+        x, weight, hidden, order, seeds, *matrices = ctx.saved_tensors
+        num = len(matrices) // 2
+        operands = (matrices[:num], matrices[num:], order, *ctx.rows, seeds)
+        flags = [needs_x, *needed]
+        if not any(flags):
+            found = iter(())
+        elif torch.is_grad_enabled():  # create_graph: in operators that autograd knows
+            found = iter(_differentiable(dy, x, weight, *operands, flags=flags))
+        else:
+            found = iter(torch.ops.penstock.lora_backward(dy, x, weight, hidden, *operands, flags))
+        gradients = [next(found) if flag else None for flag in flags]
+        dweight = _products.multiply(dy.t(), x).to(weight.dtype) if needs_weight else None
+        dbias = dy.sum(0).to(ctx.of_bias) if needs_bias else None
+        dtotal = dy if needs_total else None
+        return gradients[0], dweight, dbias, dtotal, None, None, None, *gradients[1:]
 
 
-def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, total, downs, ups, order, *plain = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    # The sum has the gradient of its operand; nothing of the weight is needed but for x.
-    ctx.save_for_backward(x, weight, output[1], order, *downs, *ups)
-    ctx.num_adapters, ctx.plain = len(downs), plain
-    ctx.of_weight = None if weight is None else weight.dtype
-    ctx.of_bias = None if bias is None else bias.dtype
-    ctx.of_total = None if total is None else total.dtype
-
-
-def _differentiate(ctx: Any, dy: Tensor | None, _: object) -> tuple[Any, ...]:
-    num, num_plain = ctx.num_adapters, len(ctx.plain)
-    if dy is None:
-        return (None, None, None, None, [None] * num, [None] * num, None, *[None] * num_plain)
-    x, weight, hidden, order, *matrices = ctx.saved_tensors
-    downs, ups = matrices[:num], matrices[num:]
-    needs_x, needs_weight, needs_bias, needs_total, needs_downs, needs_ups, *_ = (
-        ctx.needs_input_grad
+def _record(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    total: Tensor | None,
+    downs: list[Tensor],
+    ups: list[Tensor],
+    order: Tensor | None,
+    *plain: Any,
+) -> tuple[Tensor, Tensor]:
+    *rows, seeds = plain
+    return _LinearWithAdapters.apply(
+        x, weight, bias, total, tuple(rows), seeds, order, *downs, *ups
     )
-    # A list's need is one flag, or one an element.
-    flags = [needs_x, *_each(needs_downs, num), *_each(needs_ups, num)]
-    if torch.is_grad_enabled():  # create_graph: in operators that autograd knows
-        found = iter(_differentiable(dy, x, weight, downs, ups, (order, *ctx.plain), flags))
-    else:
-        found = iter(_backward(dy, x, weight, hidden, downs, ups, order, *ctx.plain, flags))
-    gradients = [next(found) if flag else None for flag in flags]
-    dweight = (dy.t() @ x).to(ctx.of_weight) if needs_weight else None
-    dbias = dy.sum(0).to(ctx.of_bias) if needs_bias else None
-    return (
-        gradients[0],
-        dweight,
-        dbias,
-        dy if needs_total else None,
-        gradients[1 : num + 1],
-        gradients[num + 1 :],
-        None,
-        *[None] * num_plain,
-    )
 
 
-def _each(flags: bool | Sequence[bool], num: int) -> list[bool]:
-    return [flags] * num if isinstance(flags, bool) else list(flags)
-
-
+@_products.without_autocast
 def _differentiable(
     dy: Tensor,
     x: Tensor,
     weight: Tensor | None,
     downs: Sequence[Tensor],
     ups: Sequence[Tensor],
-    rows: Sequence[Any],
+    *rows: Any,
     flags: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """Return the gradients in a form that has gradients itself, for `create_graph=True`."""
@@ -177,7 +173,36 @@ def _differentiable(
     return torch.autograd.grad(y, asked, dy, create_graph=True, materialize_grads=True)
 
 
-run_operator.register_autograd(_differentiate, setup_context=_save_operands)
+_OPERANDS = (
+    "Tensor[] downs, Tensor[] ups, Tensor? order, SymInt[] counts, SymInt[] starts, "
+    "float[] scalings, float[] dropouts, Tensor seeds"
+)
+_library = torch.library.Library("penstock", "FRAGMENT")
+_library.define(
+    f"lora_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? total, {_OPERANDS}) -> "
+    "(Tensor, Tensor)"
+)
+_library.define(
+    f"lora_backward(Tensor dy, Tensor x, Tensor? weight, Tensor hidden, {_OPERANDS}, bool[] needs) "
+    "-> Tensor[]"
+)
+_library.impl("lora_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("lora_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("lora_forward", _record, "Autograd")
+
+
+@torch.library.register_fake("penstock::lora_forward", lib=_library)
+def _(x, weight, bias, total, downs, ups, order, counts, *_):  # noqa: ANN202
+    size = sum(count * down.shape[0] for count, down in zip(counts, downs, strict=True))
+    dtype = downs[0].dtype if downs else x.dtype
+    y = x.new_empty(x.shape[0], weight.shape[0]) if total is None else torch.empty_like(total)
+    return y, x.new_empty(size, dtype=dtype)
+
+
+@torch.library.register_fake("penstock::lora_backward", lib=_library)
+def _(dy, x, weight, hidden, downs, ups, *operands):  # noqa: ANN202
+    matrices, needs = [x, *downs, *ups], operands[-1]
+    return [each.new_empty(each.shape) for each, need in zip(matrices, needs, strict=True) if need]
 
 
 @register_flop_formula(torch.ops.penstock.lora_forward)

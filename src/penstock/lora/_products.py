@@ -7,21 +7,42 @@ With m the dropout mask, c = scaling / (1 - dropout), and for each adapter its o
     dA = dS^T (m * x)                dB = c dy^T S
 
 The layer's product is one for all rows: to tile it would repack W for every tile. The parts of
-rank r follow for each adapter, tile by tile of rows where the input is masked or gathered, so that
-no more than a tile of it is ever stored. An adapter's products have its own rows only: their bits
-do not depend on its neighbours.
+rank r follow for each adapter, tile by tile of its rows, so that no more than a tile of a masked,
+gathered or converted matrix is ever stored. An adapter's products have its own rows only, in the
+same tiles wherever its rows lie: their bits do not depend on its neighbours.
 
-Sums over rows are those of one thread after the other in a fixed order: no atomics.
+Sums over rows are those of one tile after the other: no atomics. Where the adapter's dtype has
+fewer than 32 bits they are in float32, and rounded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from penstock.lora._dropout import TILE_ROWS, Mask, keep
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def without_autocast(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Run a function with the dtypes of its operands, where autocast would choose others."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        device = next(each for each in args if isinstance(each, torch.Tensor)).device.type
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,33 +67,48 @@ class AdapterUse:
     num_rows: int
     index: torch.Tensor | None
 
-    def rows_of(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the adapter's rows of a matrix: a view where they lie together."""
-        if self.index is not None:
-            return matrix.index_select(0, self.index)
-        return matrix.narrow(0, self.start, self.num_rows)
-
-    def tiles(self, x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the input m * x of the adapter by tiles, each with its place among the rows."""
-        dtype = self.down.dtype
-        if self.mask is None and self.index is None and x.dtype == dtype:
-            yield slice(0, self.num_rows), self.rows_of(x)
-            return
-        memory = None
+    def tiles(self) -> Iterator[slice]:
+        """Yield the adapter's rows by tiles, as places among them."""
         for first in range(0, self.num_rows, TILE_ROWS):
-            tile = slice(first, min(first + TILE_ROWS, self.num_rows))
-            if self.index is not None:
-                rows = x.index_select(0, self.index[tile])
-            else:
-                rows = x[self.start + tile.start : self.start + tile.stop]
-            rows = rows.to(dtype)
-            if self.mask is not None:
-                if memory is None:
-                    memory = rows.new_empty(rows.shape)
-                rows = self.mask.select(rows, first, memory[: len(rows)])
-            yield tile, rows
+            yield slice(first, min(first + TILE_ROWS, self.num_rows))
+
+    def rows_of(self, matrix: torch.Tensor, tile: slice) -> torch.Tensor:
+        """Return a tile of the adapter's rows of a matrix: a view where they lie together."""
+        if self.index is not None:
+            return matrix.index_select(0, self.index[tile])
+        return matrix[self.start + tile.start : self.start + tile.stop]
+
+    def new_tile(self) -> torch.Tensor:
+        """Return memory for a tile of x, in the dtype of the adapter's matrices."""
+        return self.down.new_empty(min(TILE_ROWS, self.num_rows), self.down.shape[1])
+
+    def copies(self, x: torch.Tensor) -> bool:
+        """Return whether a tile of x is gathered or converted, and so may be overwritten."""
+        return self.index is not None or x.dtype != self.down.dtype
+
+    def inputs_of(self, x: torch.Tensor, tile: slice, memory: torch.Tensor | None) -> torch.Tensor:
+        """Return a tile of the adapter's input m * x, in the dtype of its matrices.
+
+        Args:
+            x: Input, `(M, K)`.
+            tile: Place of the tile among the adapter's rows.
+            memory: Result of `new_tile`; needed where x is masked and not copied.
+        """
+        rows = self.rows_of(x, tile).to(self.down.dtype)
+        if self.mask is None:
+            return rows
+        out = rows if memory is None or self.copies(x) else memory[: len(rows)]
+        assert out is not rows or self.copies(x)
+        return self.mask.select(rows, tile.start, out)
 
 
+@without_autocast
+def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the product of two matrices in their dtype."""
+    return torch.mm(left, right)
+
+
+@without_autocast
 def forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -101,9 +137,10 @@ def forward(
         y = torch.addmm(bias.to(x.dtype), x, weight.to(x.dtype).t())
     hidden = make_hidden(x, uses)
     for use, s in zip(uses, split_hidden(hidden, uses), strict=True):
-        for tile, rows in use.tiles(x):
-            torch.mm(rows, use.down.t(), out=s[tile])
-        _add_product(y, use, s)
+        memory = None if use.mask is None or use.copies(x) else use.new_tile()
+        for tile in use.tiles():
+            torch.mm(use.inputs_of(x, tile, memory), use.down.t(), out=s[tile])
+            _add_product(y, use, tile, s[tile])
     return y, hidden
 
 
@@ -120,20 +157,18 @@ def split_hidden(hidden: torch.Tensor, uses: list[AdapterUse]) -> list[torch.Ten
     return [part.view(-1, use.down.shape[0]) for part, use in zip(parts, uses, strict=True)]
 
 
-def _add_product(y: torch.Tensor, use: AdapterUse, s: torch.Tensor) -> None:
-    """Add c S B^T to the adapter's rows of y."""
-    if not use.num_rows:
-        return
-    if use.index is None and y.dtype == s.dtype:
-        use.rows_of(y).addmm_(s, use.up.t(), alpha=use.factor)
-        return
-    product = torch.mm(s, use.up.t()).mul_(use.factor)
-    if use.index is None:
-        use.rows_of(y).add_(product)  # rounded once, as the sum of both dtypes
-    else:
-        y.index_copy_(0, use.index, (use.rows_of(y) + product).to(y.dtype))
+def _add_product(y: torch.Tensor, use: AdapterUse, tile: slice, s: torch.Tensor) -> None:
+    """Add c S B^T to a tile of the adapter's rows of y."""
+    rows = use.rows_of(y, tile)
+    if rows.dtype == s.dtype:
+        rows.addmm_(s, use.up.t(), alpha=use.factor)
+    else:  # rounded once, as the sum of both dtypes
+        rows.add_(torch.mm(s, use.up.t()), alpha=use.factor)
+    if use.index is not None:
+        y.index_copy_(0, use.index[tile], rows)
 
 
+@without_autocast
 def compose(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -174,6 +209,7 @@ class Gradients:
     ups: list[torch.Tensor | None]
 
 
+@without_autocast
 def backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -199,45 +235,64 @@ def backward(
     """
     dx = None
     if needs_x:
-        dx = torch.zeros_like(x) if weight is None else torch.mm(dy, weight.to(dy.dtype))
+        dx = x.new_zeros(x.shape) if weight is None else torch.mm(dy, weight.to(dy.dtype))
     downs: list[torch.Tensor | None] = []
     ups: list[torch.Tensor | None] = []
     for use, s, has_down, has_up in zip(
         uses, split_hidden(hidden, uses), needs_down, needs_up, strict=True
     ):
-        rows = use.rows_of(dy).to(s.dtype)
-        ups.append(torch.mm(rows.t(), s).mul_(use.factor) if has_up else None)
-        downs.append(torch.zeros_like(use.down) if has_down else None)
-        if has_down or dx is not None:
+        down, up = _new_sum(use.down, has_down), _new_sum(use.up, has_up)
+        if dx is None:
+            buffered = has_down and use.mask is not None and not use.copies(x)
+        else:
+            buffered = use.mask is not None or dx.dtype != use.down.dtype
+        memory = use.new_tile() if buffered else None
+        for tile in use.tiles():
+            rows = use.rows_of(dy, tile).to(s.dtype)
+            if up is not None:
+                _add_to_sum(up, rows.t(), s[tile], use.factor)
+            if down is None and dx is None:
+                continue
             ds = torch.mm(rows, use.up).mul_(use.factor)
-            if (down := downs[-1]) is not None:
-                for tile, inputs in use.tiles(x):
-                    down.addmm_(ds[tile].t(), inputs)
+            if down is not None:
+                _add_to_sum(down, ds.t(), use.inputs_of(x, tile, memory), 1.0)
             if dx is not None:
-                _add_input_gradient(dx, use, ds)
+                _add_input_gradient(dx, use, tile, ds, memory)
+        downs.append(None if down is None else down.to(use.down.dtype))
+        ups.append(None if up is None else up.to(use.up.dtype))
     return Gradients(dx, downs, ups)
 
 
-def _add_input_gradient(dx: torch.Tensor, use: AdapterUse, ds: torch.Tensor) -> None:
-    """Add m * (dS A) to the adapter's rows of dx."""
-    if not use.num_rows:
-        return
-    if use.mask is None and use.index is None and dx.dtype == ds.dtype:
-        use.rows_of(dx).addmm_(ds, use.down)
-        return
-    memory = ds.new_empty(min(TILE_ROWS, use.num_rows), dx.shape[1])
-    for first in range(0, use.num_rows, TILE_ROWS):
-        tile = slice(first, min(first + TILE_ROWS, use.num_rows))
-        product = torch.mm(ds[tile], use.down, out=memory[: tile.stop - first])
-        if use.index is None:
-            total = dx[use.start + first : use.start + tile.stop]
-        else:
-            total = dx.index_select(0, use.index[tile])
+def _new_sum(matrix: torch.Tensor, needed: bool) -> torch.Tensor | None:
+    """Return zeros to which a matrix's gradient is added tile by tile; None if not needed."""
+    if not needed:
+        return None
+    return matrix.new_zeros(
+        matrix.shape, dtype=torch.float32 if matrix.dtype in _SHORT else matrix.dtype
+    )
+
+
+def _add_to_sum(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, by: float) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=by)
+    else:
+        total.add_(torch.mm(left, right), alpha=by)
+
+
+def _add_input_gradient(
+    dx: torch.Tensor, use: AdapterUse, tile: slice, ds: torch.Tensor, memory: torch.Tensor | None
+) -> None:
+    """Add m * (dS A) to a tile of dx, by way of `memory` where it is masked or converted."""
+    total = use.rows_of(dx, tile)
+    if memory is None:
+        total.addmm_(ds, use.down)
+    else:
+        product = torch.mm(ds, use.down, out=memory[: len(ds)])
         if use.mask is None:
             total.add_(product)
         elif total.dtype == product.dtype:
-            use.mask.add_selected(total, product, first)
+            use.mask.add_selected(total, product, tile.start)
         else:
-            total.add_(use.mask.select(product, first, product))
-        if use.index is not None:
-            dx.index_copy_(0, use.index[tile], total)
+            total.add_(use.mask.select(product, tile.start, product))
+    if use.index is not None:
+        dx.index_copy_(0, use.index[tile], total)

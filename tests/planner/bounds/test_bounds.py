@@ -21,7 +21,6 @@ from graphs import (
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, lower_bound
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner.bounds._bounds import working_set
 from penstock.planner.bounds._fixed_order import tabulate_live_ranges
 
@@ -342,10 +341,3 @@ def test_lives_are_what_an_all_resident_plan_holds(seed, num_operators):
             for position in range(start, end):
                 held[position % len(plan.order)] += num_bytes
     assert held.tolist() == lives.live_bytes.tolist()
-
-
-def test_a_linear_program_without_solution_has_no_optimum():
-    program = LinearProgram()
-    column = program.column(upper=1.0)
-    program.row([column], [1.0], lower=2.0)
-    assert program.solve(time_limit=5.0) is None

@@ -24,7 +24,8 @@ import torch
 
 from penstock.batching._arrays import Floats, Integers
 from penstock.batching._meter import measured_peak
-from penstock.batching.sampler._packing import SampleCosts, check_numbers, round_up_bytes
+from penstock.batching._numbers import check_numbers, round_up_bytes
+from penstock.batching.sampler._packing import SampleCosts
 from penstock.tables import Report
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.batching._arrays import Floats, Integers
+from penstock.batching._numbers import check_numbers, round_up_bytes
 from penstock.batching.sampler._packing import (
     UNPLACED,
     SampleCosts,
-    check_numbers,
     deal,
     divide,
     drop_empty,
@@ -25,7 +25,6 @@ from penstock.batching.sampler._packing import (
     pack_lightest_first,
     pack_longest_first,
     place_rest,
-    round_up_bytes,
     size_windows,
     split_largest,
 )

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner._request import LinkRates
 from penstock.planner.bounds._forced import Forced, made_anew
+from penstock.solvers import LinearProgram
 
 _NUM_OPERATORS = 2  # at which the program is solved
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner.bounds._fixed_order import FixedOrder
+from penstock.solvers import LinearProgram
 
 _Terms = tuple[list[int], list[float]]  # columns and their factors
 

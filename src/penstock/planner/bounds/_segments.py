@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner._live_ranges import occupied_bytes
 from penstock.planner.bounds._fixed_order import FixedOrder
+from penstock.solvers import LinearProgram
 
 _LARGE = 1 / 16  # of the arena
 _PARTS = 256  # of the arena: bytes that have to be absent are rounded down to so many parts of it

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner._request import LinkRates
+from penstock.solvers import LinearProgram
 
 NEVER = 1 << 20  # power of two of a cost that cannot be paid
 PARTS = 4  # of a power of two, to which costs are rounded down

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.graph import StepGraph
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner._live_ranges import LiveRange, live_ranges
 from penstock.planner.exact._addresses import Eviction, last_read, rename
 from penstock.planner.exact._groups import OperatorGroups
+from penstock.solvers import LinearProgram
 
 _TOLERANCE = 1e-6
 

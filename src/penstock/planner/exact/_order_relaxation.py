@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from penstock.graph import StepGraph
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner.exact._groups import OperatorGroups
+from penstock.solvers import LinearProgram
 
 _Terms = tuple[float, list[int], list[float]]  # a constant, columns and their factors
 

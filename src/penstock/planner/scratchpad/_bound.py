@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner.scratchpad._residency import INTEGRAL
 from penstock.planner.scratchpad._search import find_neighbours
 from penstock.planner.scratchpad._types import ScratchpadGraph
+from penstock.solvers import LinearProgram
 
 _MOST_OPERATORS = 4000  # of programs that get a bound for all orders
 _MOST_CUTS = 48  # operators of which the cheapest cut is found

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from penstock.planner._linear_program import LinearProgram
 from penstock.planner.scratchpad._types import ScratchpadGraph
+from penstock.solvers import LinearProgram
 
 INTEGRAL = 1e-6  # of the solver's bounds, which are rounded up to whole costs
 _RELATIVE_GAP = 1e-4  # so near the bound a choice counts as the best

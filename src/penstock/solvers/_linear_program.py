@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 _INFINITY = float("inf")
+
+
+def can_solve() -> bool:
+    """Return whether HiGHS is installed."""
+    return find_spec("highspy") is not None
 
 
 class LinearProgram:
@@ -31,6 +37,7 @@ class LinearProgram:
         bound: No solution costs less.
         proved_optimal: Whether `values` is an optimum.
         proved_infeasible: Whether no solution exists.
+        timed_out: Whether the time limit ended the search, so that another machine may find more.
     """
 
     def __init__(self) -> None:
@@ -48,6 +55,7 @@ class LinearProgram:
         self.proved_optimal = False
         self.has_solution = False
         self.proved_infeasible = False
+        self.timed_out = False
         self.bound = -_INFINITY
 
     def column(
@@ -91,13 +99,17 @@ class LinearProgram:
         if self._solver is not None:
             self._solver.changeColBounds(column, lower, upper)
 
-    def solve(self, *, time_limit: float, relative_gap: float = 0.0) -> float | None:
-        """Return the optimum; None if it is not known within the time or does not exist.
+    def solve(
+        self, *, time_limit: float, relative_gap: float = 0.0, max_nodes: int | None = None
+    ) -> float | None:
+        """Return the optimum; None if it is not known within the limits or does not exist.
 
         Args:
             time_limit: Seconds.
             relative_gap: With integers, a solution counts as the optimum if it is so close to
                 `bound`.
+            max_nodes: With integers, nodes of branch and bound after which the search ends: unlike
+                a time, a limit that gives the same result on every machine. None: no limit.
         """
         import highspy
 
@@ -106,10 +118,13 @@ class LinearProgram:
         solver = self._solver
         solver.setOptionValue("time_limit", float(time_limit))
         solver.setOptionValue("mip_rel_gap", relative_gap)
+        if max_nodes is not None:
+            solver.setOptionValue("mip_max_nodes", max_nodes)
         solver.run()
         status, solution = solver.getModelStatus(), solver.getSolution()
         self.proved_infeasible = status == highspy.HighsModelStatus.kInfeasible
         self.proved_optimal = status == highspy.HighsModelStatus.kOptimal
+        self.timed_out = status == highspy.HighsModelStatus.kTimeLimit
         self.values, self.has_solution = np.array(solution.col_value), bool(solution.value_valid)
         if any(self._integer):
             self.bound = solver.getInfo().mip_dual_bound
