@@ -106,8 +106,9 @@ def test_the_results_are_those_of_the_operator_on_the_cpu(is_sorted):
     parts = find_parts(rows.counts, rows.starts, has_order=rows.order is not None)
     layer = dataclasses.replace(layer, order=rows.order, parts=parts)
     of, found = layer.adapters, compute(layer)
+    seeds = torch.tensor(of.seeds)
     uses = uses_of(
-        of.downs, of.ups, rows.order, rows.counts, rows.starts, of.scalings, of.dropouts, of.seeds
+        of.downs, of.ups, rows.order, rows.counts, rows.starts, of.scalings, of.dropouts, seeds
     )
     y, s = _products.forward(layer.x, layer.weight, layer.bias, None, uses)
     expected = _products.backward(
