@@ -17,7 +17,8 @@ from triton.runtime import interpreter
 
 from lora_layers import Layer, assert_close, kept, make_layers
 from penstock.codegen import count_bytes
-from penstock.lora import AdapterRows, _dropout, _products
+from penstock.lora import Adapter, AdapterRows, _dropout, _operator, _products, linear
+from penstock.lora import triton as triton_lora
 from penstock.lora._operator import uses_of
 from penstock.lora.triton import backward, find_parts, forward
 from penstock.lora.triton._bytes import LayerBytes, RequestedBytes
@@ -120,6 +121,39 @@ def test_the_results_are_those_of_the_operator_on_the_cpu(is_sorted):
     flat = [y, s, expected.x, *expected.downs, *expected.ups]
     for ours, theirs in zip(flatten(found), flat, strict=True):
         assert theirs is not None
+        assert_close(ours, theirs, torch.float32)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_the_operator_calls_the_kernels(is_sorted, monkeypatch):
+    """As on a GPU: gradients of some matrices only, tables once for both passes."""
+    calls = []
+    for name in ("run_forward", "run_backward"):
+        run = getattr(triton_lora, name)
+        counted = lambda *args, run=run: calls.append(run) or run(*args)  # noqa: E731
+        monkeypatch.setattr(triton_lora, name, counted)
+    assignment = torch.tensor([1] * 12 + [-1] * 3 + [0] * 10)
+    if not is_sorted:
+        assignment = torch.arange(25) % 3 - 1
+    rows = AdapterRows.group(assignment, 2)
+
+    def run_layer() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        x, weight, bias = torch.randn(25, 20), torch.randn(18, 20), torch.randn(18)
+        pairs = [(torch.randn(r, 20), torch.randn(18, r)) for r in (4, 3)]
+        adapters = [Adapter(*pairs[0], 0.5, 0.25), Adapter(*pairs[1], 2.0)]
+        asked = [x, pairs[0][0], pairs[1][1]]
+        for each in asked:
+            each.requires_grad_()
+        y = linear(x, weight, bias, adapters, rows, seed=5)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), asked)]
+
+    expected = run_layer()
+    assert not calls
+    monkeypatch.setattr(_operator, "has_kernels", lambda *_: True)
+    found = run_layer()
+    assert len(calls) == 2
+    for ours, theirs in zip(found, expected, strict=True):
         assert_close(ours, theirs, torch.float32)
 
 
