@@ -13,12 +13,12 @@ import time
 from typing import Any
 
 import torch
-from penstock.lora.triton import LayerAdapters, Part, backward, choose_tiles, cut_rows, forward
-from penstock.lora.triton._bytes import LayerBytes
 from triton.runtime import interpreter
 
 from _lora_arms import FORWARD
 from penstock.codegen import count_bytes
+from penstock.lora.triton import LayerAdapters, Part, backward, choose_tiles, cut_rows, forward
+from penstock.lora.triton._bytes import LayerBytes
 
 SHAPES = (
     # rows, inputs, outputs, rank, dropout; in the first ones a tile covers rows and columns
