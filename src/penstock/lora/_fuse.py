@@ -62,7 +62,8 @@ def fuse(peft_model: Model) -> Model:
     an adapter for each sample, `"__base__"` for none. A sample is what the first dimension of a
     layer's input counts, as in PEFT: models whose layers get `(time, batch, features)` must not be
     given names. `model.base_model.set_adapter([...])` makes several adapters trainable. Under
-    gradient checkpointing a layer gets the adapters of its first pass again.
+    gradient checkpointing a layer gets the adapters of its first pass again; what cannot be told is
+    refused. `torch.compile` cuts its graph where there are names.
 
     With dropout each call of a layer draws a seed from torch's default generator on the CPU, also
     on a GPU, so `torch.manual_seed` repeats a run; the masks are others than those of PEFT, and
@@ -140,6 +141,9 @@ def unfuse(peft_model: Model) -> Model:
 
 def fuse_report(peft_model: torch.nn.Module) -> FuseReport:
     """Report which LoRA layers of a model are fused as it now is, with all of its adapters.
+
+    Each call of a layer decides anew, so hooks that are added later show in a later report.
+    Parameters that FSDP has sharded between two steps are whole within one: report before sharding.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model
