@@ -123,6 +123,7 @@ class Jobs:
         self._peft: Any = None
         self._jobs: dict[str, TrainingJob] = {}
         self._counts = PassCounts()
+        self._tried: set[str] = set()
 
     def add(
         self,
@@ -141,8 +142,8 @@ class Jobs:
     ) -> None:
         """Add a job, at any time between steps; nothing of the other jobs changes.
 
-        The data is read once and checked, and packed samples are compared with stock PEFT's result
-        for each alone, before anything is trained.
+        The data is read once and checked, and where a layer gets its first adapter packed samples
+        are compared with stock PEFT's result for each alone, before anything is trained.
 
         Args:
             name: Letters, digits, "_" and "-"; the name of the adapter and of its folder.
@@ -192,9 +193,7 @@ class Jobs:
         )
         try:
             adapters = self._insert_adapter(name, plain, seed)
-            trial = Trial(self._packed, name, adapters, self._sizes, self._most_tokens)
-            reason = trial.run()
-            self._inexact = self._inexact or reason
+            self._try(name, adapters)
             parameters = [each for a in adapters.values() for each in (a.down, a.up)]
             made = make_optimizer(name, optimizer, parameters)
             self._jobs[name] = TrainingJob(
@@ -428,6 +427,15 @@ class Jobs:
         if not adapters:
             raise ValueError(f"job {name!r}: no linear layer is among its target_modules")
         return adapters
+
+    def _try(self, name: str, adapters: dict[str, Adapter]) -> None:
+        """Compare packed samples with stock PEFT, once for each layer that has adapters."""
+        if adapters.keys() <= self._tried:
+            return
+        trial = Trial(self._packed, name, adapters, self._sizes, self._most_tokens)
+        reason = trial.run()
+        self._inexact = self._inexact or reason
+        self._tried |= adapters.keys()
 
     def _delete_adapter(self, name: str) -> None:
         if self._peft is None:
