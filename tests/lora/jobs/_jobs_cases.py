@@ -86,7 +86,9 @@ def weights_of(jobs, name):
     """Copies of the adapter's matrices, by PEFT's names."""
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(jobs._peft, adapter_name=name, save_embedding_layers=False)
+    state = get_peft_model_state_dict(
+        jobs.peft_model, adapter_name=name, save_embedding_layers=False
+    )
     return {key: each.detach().clone() for key, each in state.items()}
 
 

@@ -57,7 +57,7 @@ def test_stock_peft_loads_the_adapters(tmp_path, llama):
         llama.eval()
         expected = {}
         for name in ("plain", "wide"):
-            jobs._peft.set_adapter(name)
+            jobs.peft_model.set_adapter(name)
             expected[name] = llama(input_ids=tokens).logits
     loaded = PeftModel.from_pretrained(make_llama(), tmp_path / "latest" / "plain")
     loaded.eval()

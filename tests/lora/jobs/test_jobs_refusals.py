@@ -45,7 +45,7 @@ def jobs(base):
         add_job(jobs, "plain")
         yield jobs
         assert [job.name for job in jobs.report().jobs] == ["plain"]
-        assert list(jobs._peft.peft_config) == ["plain"]
+        assert list(jobs.peft_model.peft_config) == ["plain"]
 
 
 GOOD = torch.arange(5)
@@ -134,6 +134,23 @@ def test_a_name_is_given_once(jobs):
 def test_adapters_that_are_no_plain_lora_are_refused(jobs, config, message):
     with pytest.raises(ValueError, match=message):
         add_job(jobs, "bad", config=LoraConfig(**{"target_modules": ["q_proj"], **config}))
+
+
+@pytest.mark.parametrize("neighbours", [[], ["plain"]], ids=["first", "second"])
+def test_an_adapter_that_peft_refuses_halfway_leaves_nothing(llama, neighbours):
+    kinds = [type(module) for module in llama.modules()]
+    with Jobs(llama, max_tokens=64) as jobs:
+        for name in neighbours:
+            add_job(jobs, name, num_steps=1)
+        names = [name for name, _ in llama.named_modules()]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="LlamaRMSNorm.* is not supported"):
+                add_job(jobs, "bad", config=LoraConfig(target_modules=["o_proj", "norm"]))
+            assert [name for name, _ in llama.named_modules()] == names
+        add_job(jobs, "bad", num_steps=1)
+        assert all(job.state == "finished" for job in jobs.run().jobs)
+    assert [type(module) for module in llama.modules()] == kinds
+    assert not hasattr(llama, "peft_config")
 
 
 def test_another_kind_of_config_is_refused(jobs):

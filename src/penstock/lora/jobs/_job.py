@@ -221,8 +221,7 @@ class JobUpdate:
         job = self.job
         if not math.isfinite(self._loss):
             return job.fail(f"the loss of step {job.num_steps} is {self._loss}")
-        gradients = [each for each in self._total if each is not None]
-        if not all(bool(each.isfinite().all()) for each in gradients):
+        if not _are_finite([each for each in self._total if each is not None]):
             return job.fail(f"a gradient of step {job.num_steps} is not finite")
         with hold_interrupts():
             self._step()
@@ -255,6 +254,13 @@ class JobUpdate:
             return
         if job.num_steps >= job.settings.num_steps:
             job.state = "finished"
+
+
+def _are_finite(gradients: list[Tensor]) -> bool:
+    """Tell that all numbers are finite; their norm is where they are, unless it overflows."""
+    return bool(torch.nn.utils.get_total_norm(gradients).isfinite()) or all(
+        bool(each.isfinite().all()) for each in gradients
+    )
 
 
 def describe(error: BaseException) -> str:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +16,6 @@ import torch
 from penstock.lora._adapters import Adapter
 from penstock.lora.jobs import _checkpoint
 from penstock.lora.jobs._checks import (
-    check_adapter_layers,
     check_base,
     check_config,
     check_count,
@@ -26,6 +24,7 @@ from penstock.lora.jobs._checks import (
 )
 from penstock.lora.jobs._comparison import Trial
 from penstock.lora.jobs._data import SampleOrder
+from penstock.lora.jobs._insertion import AdapterHost
 from penstock.lora.jobs._job import (
     JobSettings,
     Loss,
@@ -43,7 +42,6 @@ from penstock.lora.jobs._optimizers import (
 from penstock.lora.jobs._packed_model import PackedModel
 from penstock.lora.jobs._report import JobReport, JobsReport
 from penstock.lora.jobs._row_sizes import find_row_sizes
-from penstock.lora.jobs._seeds import derive_seed
 from penstock.lora.jobs._training import PackingLimits, PassCounts, run_steps
 
 if TYPE_CHECKING:
@@ -120,9 +118,10 @@ class Jobs:
         self._max_tokens, self._chunk_tokens = max_tokens, chunk_tokens
         self._packing = PackingLimits(pipeline_depth, packing_seconds)
         self._packed = PackedModel(base_model)
-        self._peft: Any = None
+        self._host = AdapterHost(self._packed)
         self._jobs: dict[str, TrainingJob] = {}
         self._counts = PassCounts()
+        self._tried: set[str] = set()
 
     def add(
         self,
@@ -141,8 +140,8 @@ class Jobs:
     ) -> None:
         """Add a job, at any time between steps; nothing of the other jobs changes.
 
-        The data is read once and checked, and packed samples are compared with stock PEFT's result
-        for each alone, before anything is trained.
+        The data is read once and checked, and where a layer gets its first adapter packed samples
+        are compared with stock PEFT's result for each alone, before anything is trained.
 
         Args:
             name: Letters, digits, "_" and "-"; the name of the adapter and of its folder.
@@ -191,10 +190,8 @@ class Jobs:
             vocab_size=self._base.get_input_embeddings().num_embeddings,  # pyright: ignore
         )
         try:
-            adapters = self._insert_adapter(name, plain, seed)
-            trial = Trial(self._packed, name, adapters, self._sizes, self._most_tokens)
-            reason = trial.run()
-            self._inexact = self._inexact or reason
+            adapters = self._host.insert(name, plain, seed)
+            self._try(name, adapters)
             parameters = [each for a in adapters.values() for each in (a.down, a.up)]
             made = make_optimizer(name, optimizer, parameters)
             self._jobs[name] = TrainingJob(
@@ -208,7 +205,7 @@ class Jobs:
                 schedule=make_schedule(name, schedule, made),
             )
         except BaseException:
-            self._delete_adapter(name)
+            self._host.delete(name)
             raise
         finally:
             # PEFT froze the others when it made this one active.
@@ -293,7 +290,7 @@ class Jobs:
             ValueError: The job does not exist.
         """
         self._find(name)
-        self._delete_adapter(name)
+        self._host.delete(name)
         del self._jobs[name]
 
     def report(self) -> JobsReport:
@@ -329,7 +326,7 @@ class Jobs:
         if not self._jobs:
             raise ValueError("there is no job to save: add one first")
         return _checkpoint.write_checkpoint(
-            Path(path), self._header(), self._peft, tuple(self._jobs.values())
+            Path(path), self._header(), self._host.peft, tuple(self._jobs.values())
         )
 
     def save_adapter(self, name: str, path: str | Path) -> None:
@@ -342,7 +339,7 @@ class Jobs:
         Raises:
             ValueError: The job does not exist.
         """
-        _checkpoint.write_adapter(self._peft, self._find(name), Path(path))
+        _checkpoint.write_adapter(self._host.peft, self._find(name), Path(path))
 
     def restore(self, path: str | Path) -> None:
         """Put the jobs where they were when they were saved; training goes on with the same bits.
@@ -365,12 +362,12 @@ class Jobs:
                 "restore first and add or remove then"
             )
         states = {
-            name: _checkpoint.read_states(folder, saved[name], job, self._peft)
+            name: _checkpoint.read_states(folder, saved[name], job, self._host.peft)
             for name, job in self._jobs.items()
         }
         with hold_interrupts():
             for name, job in self._jobs.items():
-                _checkpoint.apply_states(states[name], saved[name], job, self._peft)
+                _checkpoint.apply_states(states[name], saved[name], job, self._host.peft)
 
     def close(self) -> None:
         """Take all adapters out of the base and leave it as it was."""
@@ -400,50 +397,14 @@ class Jobs:
             raise ValueError(f"job {name!r}: clipping is {clipping}; accepted are norms above 0")
         return JobSettings(chunk_tokens=self._chunk_tokens, **given)
 
-    def _insert_adapter(self, name: str, config: LoraConfig, seed: int) -> dict[str, Adapter]:
-        """Give the model a job's adapter, with initial weights from the job's seed."""
-        from peft import get_peft_model
-
-        with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-            torch.manual_seed(derive_seed(seed, "weights"))
-            if self._peft is None:
-                self._peft = get_peft_model(self._base, config, adapter_name=name)
-            else:
-                self._peft.add_adapter(name, config)
-        layers = self._packed.find_layers()
-        check_adapter_layers(name, layers)
-        self._packed.check_layers()
-        self._peft.set_adapter(name)
-        adapters = {
-            layer_name: Adapter(
-                layer.lora_A[name].weight.requires_grad_(True),
-                layer.lora_B[name].weight.requires_grad_(True),
-                float(layer.scaling[name]),
-                float(getattr(layer.lora_dropout[name], "p", 0.0)),
-            )
-            for layer_name, layer in layers.items()
-            if name in layer.lora_A
-        }
-        if not adapters:
-            raise ValueError(f"job {name!r}: no linear layer is among its target_modules")
-        return adapters
-
-    def _delete_adapter(self, name: str) -> None:
-        if self._peft is None:
+    def _try(self, name: str, adapters: dict[str, Adapter]) -> None:
+        """Compare packed samples with stock PEFT, once for each layer that has adapters."""
+        if adapters.keys() <= self._tried:
             return
-        others = [other for other in self._peft.peft_config if other != name]
-        if others:
-            if name in self._peft.peft_config:
-                self._peft.set_adapter(others[0])
-                self._peft.delete_adapter(name)
-                self._packed.find_layers()
-            return
-        self._peft.unload()
-        self._packed.find_layers()
-        self._peft = None
-        if hasattr(self._base, "peft_config"):
-            del self._base.peft_config
+        trial = Trial(self._packed, name, adapters, self._sizes, self._most_tokens)
+        reason = trial.run()
+        self._inexact = self._inexact or reason
+        self._tried |= adapters.keys()
 
     def _find(self, name: str) -> TrainingJob:
         if name not in self._jobs:
