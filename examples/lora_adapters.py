@@ -140,11 +140,9 @@ def evaluate(model, samples):
 def live_table(report, plans, base_losses):
     """All jobs as they are now."""
     table = Table(title="four jobs on one base", title_justify="left")
-    for name, justify in (("job", "left"), ("rank", "right"), ("steps", "left"), ("", "right")):
-        table.add_column(name, justify=justify)
-    for name in ("base", "loss", "rate", "tokens/s"):
-        table.add_column(name, justify="right")
-    table.add_column("state")
+    for name in ("job", "rank", "steps", "", "base", "loss", "rate", "tokens/s", "state"):
+        is_text = name in ("job", "steps", "state")
+        table.add_column(name, justify="left" if is_text else "right")
     for job in report.jobs:
         table.add_row(
             job.name,
@@ -232,6 +230,7 @@ def read_options(arguments):
     parser.add_argument("--length", type=int, default=128, help="bytes of a sample, at most")
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="more, for a larger model")
     parser.add_argument("--out", default="lora_adapters", help="folder of the adapters")
     parser.add_argument("--figure", default="lora_adapters.png")
     return parser.parse_args(arguments)
@@ -267,6 +266,7 @@ def load_with_peft(base, folder, sample, held_out):
 
 def main(arguments=None):
     options = read_options(arguments)
+    torch.set_num_threads(options.threads)
     # PEFT asks Transformers' models for it, by a name that these have given up.
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
     texts = read_texts(options.data, options.samples, options.length)
