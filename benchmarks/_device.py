@@ -6,7 +6,7 @@
     benchmarks/device.sh OUT_DIR --dry-run           # start every topic, measure nothing
 
 First comes `python -m penstock.env`, then what is missing, by name; then the steps of the topics,
-each with its own limit of time. OUT_DIR gets at most 8 files: <device>/<topic>.json (the rows,
+each with its own limit of time. A call writes at most 8 files: <device>/<topic>.json (the rows,
 written after every measurement), device.json (what was done, for the next call) and device.log (all
 output). The exit status is 1 if a step failed, was cut off, or misses a package or data.
 """

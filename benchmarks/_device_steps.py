@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-NEEDED = ("highspy", "platformdirs")
+NEEDED = ("highspy", "platformdirs", "peft")
 """Requirements that a machine with torch, Triton and Transformers may lack; as wheels."""
 
 _PLAN = ("highspy",)
@@ -101,12 +101,6 @@ STEPS = (
         packages=("transformers", *_PLAN),
     ),
     Step(
-        topic="unified",
-        name="grid",
-        seconds=120,
-        flags=("--part", "memory", "--no-footprints", "--row-bytes", "512", "4096"),
-    ),
-    Step(
         topic="rgnn",
         name="small graphs",
         seconds=150,
@@ -120,6 +114,19 @@ STEPS = (
         seconds=150,
         flags=("--rounds", "1", "--models", "gpt2", "--arms", *_OFFLOAD_ARMS),
         packages=("transformers",),
+    ),
+    Step(
+        topic="unified",
+        name="grid",
+        seconds=120,
+        flags=("--part", "memory", "--no-footprints", "--row-bytes", "512", "4096"),
+    ),
+    Step(
+        topic="lora",
+        name="layers",
+        seconds=70,
+        flags=("--quick", "--part", "layers"),
+        packages=("peft", "transformers"),
     ),
     Step(
         topic="batching",

@@ -57,7 +57,7 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
 def spawn(work: Callable[[Path], Any], num_ranks: int, folder: Path) -> list[Any]:
     """Run `work(folder)` on ranks as torchrun would start them; return what each returns."""
     # Imports take most of the time: one process does them for all ranks of all tests.
-    libraries = ["accelerate", "lightning", "transformers", "penstock.batching", "_sharded_cases"]
+    libraries = ["accelerate", "lightning", "peft", "penstock.batching", "_sharded_cases"]
     multiprocessing.set_forkserver_preload(libraries)
     arguments = (num_ranks, _free_port(), work, str(folder))
     multiprocessing.start_processes(

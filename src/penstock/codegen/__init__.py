@@ -9,14 +9,17 @@ from pathlib import Path
 from penstock.codegen._build import build_library, why_nothing_can_be_built
 from penstock.codegen._cache import CacheEntry, cache_entry
 from penstock.codegen._compiler import find_compiler
+from penstock.codegen._count import ByteCount, count_bytes
 from penstock.codegen._load import load_library, load_module, load_optional_library
 from penstock.codegen._structs import struct_type, to_struct
 
 __all__ = [
     "THREADS",
+    "ByteCount",
     "CacheEntry",
     "build_library",
     "cache_entry",
+    "count_bytes",
     "find_compiler",
     "load_library",
     "load_module",

@@ -10,6 +10,8 @@ autograd knows.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,9 @@ from torch.utils.flop_counter import register_flop_formula
 from penstock.compat.autograd import below_autograd
 from penstock.lora import _products
 from penstock.lora._dropout import Mask
+
+_logger = logging.getLogger(__name__)
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def uses_of(
@@ -49,6 +54,28 @@ def uses_of(
     ]
 
 
+def has_kernels(x: Tensor, *downs: Tensor) -> bool:
+    """Return whether Triton kernels compute a call; else torch's products do, adapter by adapter.
+
+    Args:
+        x: Input.
+        *downs: Matrices A of the adapters.
+    """
+    if x.device.type != "cuda" or not downs or x.dtype not in _KERNEL_DTYPES:
+        return False
+    return downs[0].dtype in _KERNEL_DTYPES and _load_kernels() is not None
+
+
+@functools.cache
+def _load_kernels() -> Any:
+    try:
+        from penstock.lora import triton
+    except ImportError as error:
+        _logger.info("LoRA layers on GPUs are computed by torch, without Triton: %s", error)
+        return None
+    return triton
+
+
 def _forward(
     x: Tensor,
     weight: Tensor | None,
@@ -56,6 +83,8 @@ def _forward(
     total: Tensor | None,
     *operands: Any,
 ) -> tuple[Tensor, Tensor]:
+    if has_kernels(x, *operands[0]):
+        return _load_kernels().run_forward(x, weight, bias, total, *operands)
     return _products.forward(x, weight, bias, total, uses_of(*operands))
 
 
@@ -67,6 +96,8 @@ def _backward(
     *operands: Any,
 ) -> list[Tensor]:
     """Return the gradients that are asked for: by `needs` of x, then of each down, then each up."""
+    if has_kernels(x, *operands[0]):
+        return _load_kernels().run_backward(dy, x, weight, hidden, *operands)
     *of_uses, needs = operands
     uses = uses_of(*of_uses)
     gradients = _products.backward(

@@ -1,0 +1,258 @@
+"""PEFT's LoRA layer with `penstock.lora.linear` in its forward pass.
+
+A layer becomes fused by its class alone: it keeps its parameters, submodules and state, so that
+whatever PEFT does with it goes on. Each call looks at what it would skip: a submodule that was
+replaced or has hooks, or a variant of LoRA, is called as PEFT calls it.
+
+Only `_fuse.py` imports this file, when there is a model of PEFT.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, Linear
+from peft.tuners.lora.torchao import TorchaoLoraLinear
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from penstock.compat.dispatch import current_modes
+from penstock.lora._adapters import Adapter, AdapterRows
+from penstock.lora._linear import add, linear
+from penstock.lora._quantized import can_split_rows, multiply_by_rows
+from penstock.lora._settings import (
+    AdapterNames,
+    Settings,
+    find_settings,
+    find_settings_uncompiled,
+    note_change,
+    note_seeds,
+)
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = ("_active_adapter", "_disable_adapters")
+_RANK_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that ranks differ in many bits; signed
+
+
+class FusedLinear(Linear):
+    """PEFT's `Linear`, with the adapters added by `penstock.lora`.
+
+    Attributes:
+        penstock_takes_names: Whether the model was called with `adapter_names`.
+    """
+
+    penstock_takes_names = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; settings that a recomputation needs later are noted."""
+        if name not in _SETTINGS or torch.compiler.is_compiling():
+            super().__setattr__(name, value)
+            return
+        before = self.current_settings()
+        super().__setattr__(name, value)
+        note_change(self, before, self.current_settings())
+
+    def current_settings(self, names: AdapterNames | None = None) -> Settings:
+        """Return the settings of now."""
+        return Settings(names, tuple(self.active_adapters), self.disable_adapters)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the layer's output with the adapters of its rows added."""
+        # Compiled code need not look for settings of earlier passes, until there are names.
+        is_compiling = torch.compiler.is_compiling()
+        if kwargs.get("adapter_names") is None and (self.penstock_takes_names or not is_compiling):
+            find = find_settings_uncompiled if is_compiling else find_settings
+            settings = find(self, self.current_settings())
+            if settings is not None:
+                return self._forward_with(settings, x, *args, **kwargs)
+        return self._add_adapters(x, *args, **kwargs)
+
+    def _forward_with(self, settings: Settings, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the layer with the settings of an earlier pass."""
+        now = {name: getattr(self, name) for name in _SETTINGS}
+        then: Any = (list(settings.active), settings.is_disabled)
+        try:
+            for name, value in zip(_SETTINGS, then, strict=True):
+                super().__setattr__(name, value)
+            if settings.names is not None:
+                kwargs = {**kwargs, "adapter_names": settings.names}
+            return self._add_adapters(x, *args, **kwargs)
+        finally:
+            for name, value in now.items():
+                super().__setattr__(name, value)
+
+    def _add_adapters(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        names: Sequence[str] | None = kwargs.get("adapter_names")
+        if names is not None and not self.disable_adapters:
+            self._check_forward_args(x, adapter_names=names)
+            used = [name for name in self.lora_A if name in set(names)]
+        else:
+            used = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or not used:
+            return super().forward(x, *args, **kwargs)
+        obstacle = self._find_obstacle(x, used, kwargs)
+        if obstacle is not None:
+            if not torch.compiler.is_compiling():
+                _log_once(obstacle)
+            return super().forward(x, *args, **kwargs)
+        kwargs = {
+            key: value
+            for key, value in kwargs.items()
+            if key != "adapter_names" and key not in VARIANT_KWARG_KEYS
+        }
+        adapters = [_adapter_of(self, name) for name in used]
+        seeds = self._draw_seeds(adapters)
+        if names is not None:
+            named = names if isinstance(names, AdapterNames) else AdapterNames(names)
+            _, rows = named.group_rows(list(self.lora_A), x)
+            return self._run(x, args, kwargs, adapters, rows, seeds)
+        y = self._run(x, args, kwargs, adapters[:1], None, seeds[:1])
+        for number in range(1, len(adapters)):
+            y = add(y, x, [adapters[number]], seed=seeds[number : number + 1])
+        return y
+
+    def _run(
+        self,
+        x: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        adapters: list[Adapter],
+        rows: AdapterRows | None,
+        seeds: Tensor,
+    ) -> Tensor:
+        """Return the base's output with the adapters of each row, at most one a row, added."""
+        base: Any = self.base_layer
+        if args or kwargs or find_base_obstacle(base) is not None:
+            return add(base(x, *args, **kwargs), x, adapters, rows, seed=seeds)
+        weight, bias = base.weight, base.bias
+        if can_split_rows(weight):
+            return add(multiply_by_rows(x, weight, bias), x, adapters, rows, seed=seeds)
+        if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            return add(base(x), x, adapters, rows, seed=seeds)  # which refuses it, as PEFT does
+        if type(base) is Conv1D:
+            weight = weight.t()
+        return linear(x, weight, bias, adapters, rows, seed=seeds)
+
+    def _find_obstacle(self, x: Tensor, used: list[str], kwargs: dict[str, Any]) -> str | None:
+        """Return why this call is PEFT's; None where it is not."""
+        if any(kwargs.get(key) is not None for key in VARIANT_KWARG_KEYS):
+            return "arguments of a LoRA variant are given"
+        if not isinstance(x, Tensor) or x.dim() < 2 or not x.dtype.is_floating_point:
+            return "the input is not a floating-point tensor of at least two dimensions"
+        if is_distributed(x):
+            return "the input is a DTensor"
+        for name in used:
+            obstacle = find_adapter_obstacle(self, name)
+            if obstacle is not None:
+                return obstacle
+            down = self.lora_A[name].weight
+            if down.device != x.device:
+                return f"adapter {name!r} is on {down.device} and the input on {x.device}"
+            if down.dtype != x.dtype and not getattr(self, "cast_input_dtype_enabled", True):
+                return "the input's dtype is not cast to the adapter's"
+        return None
+
+    def _draw_seeds(self, adapters: list[Adapter]) -> Tensor:
+        """Return a seed for each adapter, from torch's default generator and the process' rank."""
+        if not any(adapter.dropout for adapter in adapters):
+            return torch.zeros(len(adapters), dtype=torch.int64, device="cpu")
+        seeds = draw_seeds(len(adapters))
+        if not torch.compiler.is_compiling() and type(seeds) is Tensor and not current_modes():
+            note_seeds(self, seeds.tolist(), self.current_settings())
+        return seeds
+
+
+class FusedTorchaoLinear(FusedLinear, TorchaoLoraLinear):
+    """PEFT's layer around a quantised base of torchao, with the adapters added by `penstock.lora`.
+
+    Merging, which quantises the base again, is that of PEFT's class.
+    """
+
+
+FUSED_TYPES: dict[type, type] = {Linear: FusedLinear, TorchaoLoraLinear: FusedTorchaoLinear}
+"""Classes of PEFT's layers that are fused, by exact type."""
+
+
+def draw_seeds(num_seeds: int) -> Tensor:
+    """Return seeds of dropout masks from torch's default generator: int64, on the CPU.
+
+    Processes of `torch.distributed` whose generators are alike draw different ones.
+    """
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_seeds,), dtype=torch.int64, device="cpu")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        seeds = seeds + torch.distributed.get_rank() * _RANK_FACTOR
+    return seeds
+
+
+def find_adapter_obstacle(layer: Linear, name: str) -> str | None:
+    """Return why calls with an adapter are PEFT's; None where they are not."""
+    if name in layer.lora_variant:
+        return f"adapter {name!r} is a variant of LoRA, {type(layer.lora_variant[name]).__name__}"
+    down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    for of, module, types in (
+        ("lora_A", down, (nn.Linear,)),
+        ("lora_B", up, (nn.Linear,)),
+        ("lora_dropout", dropout, (nn.Dropout, nn.Identity)),
+    ):
+        if type(module) not in types:
+            return f"{of} of adapter {name!r} is a {type(module).__name__}"
+        if is_watched(module):
+            return f"{of} of adapter {name!r} has hooks or a forward of its own"
+    if down.bias is not None or up.bias is not None:
+        return f"adapter {name!r} has a bias"
+    if is_distributed(layer.lora_A[name].weight) or is_distributed(layer.lora_B[name].weight):
+        return f"adapter {name!r} is sharded"
+    if type(dropout) is nn.Dropout and dropout.p >= 1:
+        return f"adapter {name!r} drops all of its input"
+    return None
+
+
+def find_base_obstacle(base: nn.Module) -> str | None:
+    """Return why the base layer is called before the adapters are added; None where it is not."""
+    if type(base) not in (nn.Linear, Conv1D):
+        return f"the base layer is a {type(base).__name__}"
+    if is_watched(base):
+        return "the base layer has hooks or a forward of its own"
+    weight: Any = base.weight
+    if type(weight) not in (nn.Parameter, Tensor) and not can_split_rows(weight):
+        kind = type(weight.data if type(weight) is nn.Parameter else weight)
+        return f"the base layer's weight is a {kind.__name__}"
+    return None
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Return whether hooks or a replaced `forward` would not run if a module is not called."""
+    return bool(
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def is_distributed(tensor: object) -> bool:
+    """Return whether a tensor is sharded over processes."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _adapter_of(layer: Linear, name: str) -> Adapter:
+    down: Any = layer.lora_A[name]
+    up: Any = layer.lora_B[name]
+    dropout = layer.lora_dropout[name]
+    return Adapter(
+        down.weight,
+        up.weight,
+        scaling=float(layer.scaling[name]),
+        dropout=float(dropout.p) if type(dropout) is nn.Dropout and dropout.training else 0.0,
+    )
+
+
+@functools.cache
+def _log_once(obstacle: str) -> None:
+    logger.info("a LoRA layer is computed as PEFT does: %s", obstacle)
