@@ -144,7 +144,7 @@ def test_an_adapter_that_peft_refuses_halfway_leaves_nothing(llama, neighbours):
             add_job(jobs, name, num_steps=1)
         names = [name for name, _ in llama.named_modules()]
         for _ in range(2):
-            with pytest.raises(ValueError, match="LlamaRMSNorm.* is not supported"):
+            with pytest.raises(ValueError, match=r"LlamaRMSNorm.* is not supported"):
                 add_job(jobs, "bad", config=LoraConfig(target_modules=["o_proj", "norm"]))
             assert [name for name, _ in llama.named_modules()] == names
         add_job(jobs, "bad", num_steps=1)

@@ -74,12 +74,11 @@ class AdapterHost:
 
     def delete(self, name: str) -> None:
         """Take an adapter out of the base, or what PEFT put there of it before it failed."""
-        others = (
-            [] if self.peft is None else [each for each in self.peft.peft_config if each != name]
-        )
-        if others:
+        names = [] if self.peft is None else list(self.peft.peft_config)
+        others = [each for each in names if each != name]
+        if self.peft is not None and others:
             self.peft.set_adapter(others[0])
-            if name in self.peft.peft_config:
+            if name in names:
                 self.peft.delete_adapter(name)
         for path, layer in self._packed.find_layers().items():
             if name in layer.lora_A or name in layer.lora_embedding_A:

@@ -208,10 +208,15 @@ class Jobs:
             self._host.delete(name)
             raise
         finally:
-            # PEFT froze the others when it made this one active.
-            for job in self._jobs.values():
-                for each in job.parameters:
-                    each.requires_grad_(True)
+            self._thaw()
+
+    @property
+    def peft_model(self) -> Any:
+        """The PEFT model with the adapters of all jobs, for evaluation; None without a job.
+
+        Between steps `set_adapter(name)` of it makes a job's adapter active.
+        """
+        return self._host.peft
 
     def step(self, num_steps: int = 1) -> dict[str, JobReport]:
         """Make the next updates of every running job.
@@ -292,6 +297,7 @@ class Jobs:
         self._find(name)
         self._host.delete(name)
         del self._jobs[name]
+        self._thaw()
 
     def report(self) -> JobsReport:
         """Return the progress of all jobs, and of their micro-batches."""
@@ -405,6 +411,12 @@ class Jobs:
         reason = trial.run()
         self._inexact = self._inexact or reason
         self._tried |= adapters.keys()
+
+    def _thaw(self) -> None:
+        """Give all adapters gradients again: PEFT froze those that it made inactive."""
+        for job in self._jobs.values():
+            for each in job.parameters:
+                each.requires_grad_(True)
 
     def _find(self, name: str) -> TrainingJob:
         if name not in self._jobs:
