@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 from _shared import panels, progress_bar, save, titled
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import LoraLayer
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -243,16 +242,16 @@ def train_together(base, texts, plans, base_losses, options):
         with Live(live_table(jobs.report(), plans, base_losses), refresh_per_second=4) as live:
             report = jobs.run(on_step=lambda now: live.update(live_table(now, plans, base_losses)))
         jobs.save(options.out)
-        return report, {name: logits_within(base, name, each[0]) for name, each in texts.items()}
+        return report, {
+            name: logits_within(jobs.peft_model, name, each[0]) for name, each in texts.items()
+        }
 
 
 @torch.no_grad()
-def logits_within(base, name, sample):
-    """Logits of a base that still has the adapters of all jobs, with one of them active."""
-    for module in base.modules():
-        if isinstance(module, LoraLayer):
-            module.set_adapter(name)
-    return base.eval()(input_ids=sample[None]).logits
+def logits_within(model, name, sample):
+    """Logits of a job's sample by the model that has the adapters of all jobs."""
+    model.set_adapter(name)
+    return model.eval()(input_ids=sample[None]).logits
 
 
 @torch.no_grad()
