@@ -149,7 +149,7 @@ class FusedLinear(Linear):
             return "the input is not a floating-point tensor of at least two dimensions"
         if is_distributed(x):
             return "the input is a DTensor"
-        if torch.jit.is_tracing():  # its graph has no lists of numbers
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             return "the call is traced by torch.jit"
         if self._is_random(used) and not torch.compiler.is_compiling() and is_transformed():
             return "a transformation of torch.func decides how dropout is drawn"
