@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from collections import Counter
 
 import pytest
@@ -390,3 +391,47 @@ def test_one_dimension_is_peft():
     assert torch.equal(fuse(model)(x), expected)
     model(torch.randn(0, 8)).sum().backward()
     assert all(not gradient.any() for gradient in gradients(model).values())
+
+
+@pytest.mark.parametrize("scaling", [torch.tensor(2.0, requires_grad=True), float("inf")])
+def test_a_scaling_that_is_no_finite_number_is_peft(scaling):
+    model = fuse(make(target_modules=["q_proj"]))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.scaling["default"] = scaling
+    report = fuse_report(model)
+    assert len(report.fused) == 1 and "no finite number" in str(report.stock)
+    loss = model(**BATCH).loss
+    loss.backward()
+    if isinstance(scaling, torch.Tensor):
+        assert scaling.grad is not None
+    assert torch.equal(loss, unfuse(model)(**BATCH).loss)
+
+
+def test_layers_within_attention_of_torch_are_reported_as_peft():
+    attention = torch.nn.MultiheadAttention(16, 2)
+    base = torch.nn.ModuleDict({"attention": attention, "out": torch.nn.Linear(16, 16)})
+    report = fuse_report(
+        fuse(get_peft_model(base, LoraConfig(target_modules=["attention", "out"])))
+    )
+    assert report.fused == ("base_model.model.out",) and not report.added
+    assert "does not call it" in report.stock["base_model.model.attention.base_layer.out_proj"]
+
+
+def test_traced_by_torch_jit():
+    model = fuse(make("bert", target_modules=["dense"])).eval()
+    dense = model.base_model.model.bert.encoder.layer[0].output.dense
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(dense, torch.randn(3, 48))
+    x = torch.randn(5, 48)
+    torch.testing.assert_close(traced(x), dense(x))
+
+
+def test_dropout_under_vmap_is_drawn_as_it_says():
+    layer = fuse(make(target_modules=["q_proj"], lora_dropout=0.5))
+    layer = layer.base_model.model.model.layers[0].self_attn.q_proj
+    x = torch.randn(2, 32).expand(4, 2, 32)
+    same = torch.func.vmap(layer, randomness="same")(x)
+    assert torch.equal(same[0], same[1])
+    different = torch.func.vmap(layer, randomness="different")(x)
+    assert not torch.allclose(different[0], different[1])

@@ -664,3 +664,53 @@ def test_seeds_without_a_difference_in_64_bits_only_are_the_same():
     results = [linear(x, base, None, adapters, seed=seed) for seed in seeds]
     for a, b in itertools.combinations(results, 2):
         assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("trained", ["x", "up"])
+@pytest.mark.parametrize("form", [linear, add])
+def test_an_input_that_no_gradient_has_in_it_is_not_kept(trained, form):
+    """As in layers of PEFT whose adapters, or whose matrices A (LoRA-FA), are frozen."""
+    x, weight, y = torch.randn(40, 64), torch.randn(32, 64), torch.randn(40, 32)
+    adapter = Adapter(torch.randn(2, 64), torch.randn(32, 2), dropout=0.3)
+    asked = {"x": x, "up": adapter.up}[trained].requires_grad_()
+    seeds = torch.tensor([3])
+
+    def run():
+        if form is add:
+            return add(y, x, [adapter], seed=seeds)
+        return linear(x, weight, None, [adapter], seed=seeds)
+
+    kept = _storages_kept(run)
+    assert x.untyped_storage().data_ptr() not in kept
+    frozen = (weight, adapter.down, adapter.up, seeds)
+    kept = set(kept) - {each.untyped_storage().data_ptr() for each in frozen}
+    assert len(kept) == 2  # S and one element for x
+    (found,) = torch.autograd.grad(run().sin().sum(), asked)
+    adapter.down.requires_grad_()
+    (wanted,) = torch.autograd.grad(run().sin().sum(), asked)
+    assert torch.equal(found, wanted)
+
+
+def test_gradients_of_gradients_with_a_frozen_adapter():
+    x = torch.randn(4, IN, dtype=torch.float64, requires_grad=True)
+    adapter = Adapter(torch.randn(2, IN).double(), torch.randn(OUT, 2).double(), 2.0, 0.4)
+    weight = torch.randn(OUT, IN, dtype=torch.float64)
+    assert gradgradcheck(lambda x: linear(x, weight, None, [adapter], seed=3).sin(), (x,))
+    adapter.up.requires_grad_()
+    loss = linear(x, weight, None, [adapter], seed=3).sin().sum()
+    with pytest.raises(RuntimeError, match="let the matrices A require gradients"):
+        torch.autograd.grad(loss, (x, adapter.up), create_graph=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_shapes_of_the_meta_device(dropout):
+    adapter = Adapter(
+        torch.empty(2, IN, device="meta", requires_grad=True),
+        torch.empty(OUT, 2, device="meta", requires_grad=True),
+        dropout=dropout,
+    )
+    x = torch.empty(4, IN, device="meta", requires_grad=True)
+    y = linear(x, torch.empty(OUT, IN, device="meta"), None, [adapter], seed=3)
+    y.sum().backward()
+    assert (y.shape, y.device.type) == ((4, OUT), "meta")
+    assert x.grad is not None and x.grad.shape == x.shape

@@ -162,7 +162,7 @@ def fuse_report(peft_model: torch.nn.Module) -> FuseReport:
         ImportError: PEFT is not installed.
         TypeError: The model is not one of PEFT with LoRA.
     """
-    from peft.tuners.lora.layer import LoraLayer
+    from peft.tuners.lora.layer import LoraLayer, MultiheadAttention
 
     from penstock.lora._fused_layer import FusedLinear, find_base_obstacle
 
@@ -170,10 +170,15 @@ def fuse_report(peft_model: torch.nn.Module) -> FuseReport:
     fused: list[str] = []
     added: dict[str, str] = {}
     stock: dict[str, str] = {}
+    inner: set[torch.nn.Module] = set()
     for name, module in peft_model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
-        if not isinstance(module, FusedLinear):
+        if isinstance(module, MultiheadAttention):
+            inner.update(module.base_layer.modules())
+        if module in inner:
+            stock[name] = "PEFT's MultiheadAttention has it merged, and does not call it"
+        elif not isinstance(module, FusedLinear):
             stock[name] = _describe_stock(module)
         elif (reason := _find_reason(module)) is not None:
             stock[name] = reason

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ from peft.tuners.lora.torchao import TorchaoLoraLinear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from penstock.compat.autograd import is_transformed
 from penstock.compat.dispatch import current_modes
 from penstock.lora._adapters import Adapter, AdapterRows
 from penstock.lora._linear import add, linear
+from penstock.lora._products import is_autocasting
 from penstock.lora._quantized import can_split_rows, multiply_by_rows
 from penstock.lora._settings import (
     AdapterNames,
@@ -132,7 +135,7 @@ class FusedLinear(Linear):
         weight, bias = base.weight, base.bias
         if can_split_rows(weight):
             return add(multiply_by_rows(x, weight, bias), x, adapters, rows, seed=seeds)
-        if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        if weight.dtype != x.dtype and not is_autocasting(x.device):
             return add(base(x), x, adapters, rows, seed=seeds)  # which refuses it, as PEFT does
         if type(base) is Conv1D:
             weight = weight.t()
@@ -146,6 +149,10 @@ class FusedLinear(Linear):
             return "the input is not a floating-point tensor of at least two dimensions"
         if is_distributed(x):
             return "the input is a DTensor"
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            return "the call is traced by torch.jit"
+        if self._is_random(used) and not torch.compiler.is_compiling() and is_transformed():
+            return "a transformation of torch.func decides how dropout is drawn"
         for name in used:
             obstacle = find_adapter_obstacle(self, name)
             if obstacle is not None:
@@ -156,6 +163,10 @@ class FusedLinear(Linear):
             if down.dtype != x.dtype and not getattr(self, "cast_input_dtype_enabled", True):
                 return "the input's dtype is not cast to the adapter's"
         return None
+
+    def _is_random(self, used: list[str]) -> bool:
+        dropouts: list[nn.Module] = [self.lora_dropout[name] for name in used]
+        return any(each.training and type(each) is nn.Dropout for each in dropouts)
 
     def _draw_seeds(self, adapters: list[Adapter]) -> Tensor:
         """Return a seed for each adapter, from torch's default generator and the process' rank."""
@@ -209,6 +220,9 @@ def find_adapter_obstacle(layer: Linear, name: str) -> str | None:
         return f"adapter {name!r} is sharded"
     if type(dropout) is nn.Dropout and dropout.p >= 1:
         return f"adapter {name!r} drops all of its input"
+    scaling: Any = layer.scaling[name]
+    if not isinstance(scaling, int | float) or not math.isfinite(scaling):
+        return f"the scaling of adapter {name!r} is no finite number: {_describe(scaling)}"
     return None
 
 
@@ -239,6 +253,10 @@ def is_watched(module: nn.Module) -> bool:
 def is_distributed(tensor: object) -> bool:
     """Return whether a tensor is sharded over processes."""
     return hasattr(tensor, "device_mesh")
+
+
+def _describe(scaling: Any) -> str:
+    return f"a {type(scaling).__name__}" if isinstance(scaling, Tensor) else repr(scaling)
 
 
 def _adapter_of(layer: Linear, name: str) -> Adapter:

@@ -147,7 +147,7 @@ def _prepare(
         raise TypeError("adapters is one Adapter; accepted is a sequence: [adapter]")
     for number, adapter in enumerate(adapters):
         _check_adapter(number, adapter, x, out_features)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if _products.is_autocasting(x.device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
         downs = [adapter.down.to(dtype) for adapter in adapters]

@@ -144,7 +144,11 @@ class _LinearWithAdapters(torch.autograd.Function):
                 )
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(hidden)
-        ctx.save_for_backward(x, weight, hidden, order, seeds, *matrices)
+        needs = ctx.needs_input_grad
+        # Only dW and dA have x in them. Without them a layer of PEFT does not keep it either.
+        ctx.keeps_x = needs[1] or any(needs[7 : 7 + num])
+        kept = x if ctx.keeps_x else x.new_zeros(1, 1).expand(x.shape)
+        ctx.save_for_backward(kept, weight, hidden, order, seeds, *matrices)
         ctx.rows = rows
         ctx.of_bias = None if bias is None else bias.dtype
         return y, hidden
@@ -162,6 +166,13 @@ class _LinearWithAdapters(torch.autograd.Function):
         if not any(flags):
             found = iter(())
         elif torch.is_grad_enabled():  # create_graph: in operators that autograd knows
+            if not ctx.keeps_x and any(needed[num:]):
+                raise RuntimeError(
+                    "create_graph=True where the matrix B of an adapter requires a gradient and no "
+                    "matrix A does: the input was not kept, so the gradient of B has no gradient "
+                    "of its own; let the matrices A require gradients"
+                )
+            x = x if ctx.keeps_x else x.detach().requires_grad_()
             found = iter(_differentiable(dy, x, weight, *operands, flags=flags))
         else:
             run = _backward

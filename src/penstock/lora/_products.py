@@ -31,15 +31,20 @@ _T = TypeVar("_T")
 _SHORT = (torch.float16, torch.bfloat16)
 
 
+def is_autocasting(device: torch.device) -> bool:
+    """Return whether autocast is on for a device; the meta device has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def without_autocast(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Run a function with the dtypes of its operands, where autocast would choose others."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        device = next(each for each in args if isinstance(each, torch.Tensor)).device.type
-        if not torch.is_autocast_enabled(device):
+        device = next(each for each in args if isinstance(each, torch.Tensor)).device
+        if not is_autocasting(device):
             return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device.type, enabled=False):
             return function(*args, **kwargs)
 
     return run

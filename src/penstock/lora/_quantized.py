@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.lora._products import is_autocasting
+
 _BLOCK_ELEMENTS = 1 << 20  # dequantised at a time
 _MIN_ROWS = 64
 
@@ -48,7 +50,7 @@ def multiply_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         The product, `(*batch, out_features)`, of the dtype of `x`; under autocast of autocast's.
     """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if is_autocasting(x.device) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     product: Tensor = _ProductByRows.apply(x.flatten(0, -2), weight)  # pyright: ignore[reportAssignmentType]
     if bias is not None:
