@@ -388,7 +388,7 @@ def test_a_layer_with_a_forward_of_its_own_is_left():
         ),
         (
             lambda: _with_add_adapter(MAKERS["llama"]()),
-            r"LlamaForCausalLM in which adapters .* get_peft_model\(base, config\)",
+            r"LlamaForCausalLM in which adapters .*peft.get_peft_model\(base, config\)",
         ),
     ],
 )  # fmt: skip
