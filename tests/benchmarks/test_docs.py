@@ -149,3 +149,22 @@ def test_the_tables_of_least_traffic_are_those_of_the_rows(header):
             found = [extra[key] for extra in rows[case, arm]]  # of any machine
             stated = number(cell)
             assert (None if stated is None else int(stated)) in found, (case, name, cell, found)
+
+
+def test_the_table_of_lora_layers_is_that_of_the_rows():
+    rows = {}
+    for path in RESULTS.glob("*/lora.json"):
+        rows |= {(row.case, row.arm): row for row in read_rows(path)}
+    _, *table = table_after("lora.md", "| layer | PEFT, ms |")
+    assert len(table) == 8
+    ratios = {"PEFT, torch.compile": 2, "add into output": 3, "penstock": 4}
+    for cells in table:
+        case = f"layer: {cells[0]}"
+        stated = number(cells[1])
+        assert stated is not None
+        assert rounds_to(stated, rows[case, "PEFT"].median_seconds * 1e3), cells
+        for arm, column in ratios.items():
+            ratio = rows[case, arm].extra["ratio_to_peft"]["median"]
+            assert cells[column] == f"{ratio:.2f}", (cells, arm, ratio)
+        for arm, column in {"PEFT": 5, "penstock": 6}.items():
+            assert cells[column] == f"{rows[case, arm].peak_bytes['saved'] / 2**20:.1f}", cells

@@ -29,6 +29,11 @@ def is_transformed() -> bool:
     )
 
 
+def is_dispatch_watched() -> bool:
+    """Return whether a dispatch mode is active, which sees the operators that are called."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def set_lazy_bits(tensor: torch.Tensor, *, conjugate: bool, negative: bool) -> None:
     """Have a tensor's memory read as conjugated or negated, as `Tensor.conj()` does without a copy.
 

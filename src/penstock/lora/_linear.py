@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.compat.autograd import is_transformed
 from penstock.lora import _products
 from penstock.lora._adapters import FLOATS, Adapter, AdapterRows
-from penstock.lora._operator import uses_of
+from penstock.lora._operator import is_eager, record, uses_of
 
 _GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 divided by the golden ratio
 
@@ -173,7 +173,9 @@ def _prepare(
 def _run(call: _Call, weight: Tensor | None, bias: Tensor | None, total: Tensor | None) -> Tensor:
     if not torch.compiler.is_compiling() and is_transformed():
         return _products.compose(call.x, weight, bias, total, uses_of(*call.operands))
-    return torch.ops.penstock.lora_forward(call.x, weight, bias, total, *call.operands)[0]
+    is_direct = is_eager(call.x, weight, bias, total, *call.operands[0], *call.operands[1])
+    run = record if is_direct else torch.ops.penstock.lora_forward
+    return run(call.x, weight, bias, total, *call.operands)[0]
 
 
 def _check_input(x: Tensor) -> None:
@@ -257,6 +259,8 @@ def _derive_seeds(seed: Seed, num_adapters: int) -> Tensor:
     elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
         parts = [_fill(_to_integer(each), 1) for each in seed]
         seeds = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    elif num_adapters == 1:
+        seeds = _fill(_to_integer(seed), 1)
     else:
         others = [_to_signed(number * _GOLDEN) for number in range(num_adapters)]
         seeds = _fill(_to_integer(seed), num_adapters) ^ torch.tensor(others, dtype=torch.int64)
