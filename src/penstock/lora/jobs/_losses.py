@@ -75,9 +75,10 @@ def check_loss(job: str, loss: Loss, targets: Tensor, vocab_size: int, like: Ten
     found = []
     for times in (1, 2):
         try:
-            total = loss(
-                logits.repeat(times, 1).requires_grad_(), targets.repeat(times).to(like.device)
-            )
+            with torch.enable_grad():
+                total = loss(
+                    logits.repeat(times, 1).requires_grad_(), targets.repeat(times).to(like.device)
+                )
             check_total(total)
         except Exception as error:
             raise ValueError(
