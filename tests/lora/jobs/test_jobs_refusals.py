@@ -196,6 +196,17 @@ def test_bits_are_known_in_float32_and_float64_alone(dtype):
         assert f"is {dtype} on cpu; rows keep their bits" in str(report.inexact_reason)
 
 
+def test_autocast_is_reported(llama):
+    with Jobs(llama, max_tokens=64) as jobs:
+        add_job(jobs, "plain", num_steps=2)
+        jobs.step()
+        assert jobs.report().is_exact
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            jobs.step()
+        assert jobs.report().jobs[0].state == "finished"
+        assert str(jobs.report().inexact_reason).startswith("passes run under torch.autocast")
+
+
 @pytest.mark.parametrize("name", ["", "a.b", "../x", "q_proj", "keys", "my_lora_", "0", 3])
 def test_names_that_are_no_adapters_or_folders_are_refused(jobs, name):
     with pytest.raises(ValueError, match="name is"):

@@ -243,7 +243,7 @@ class Jobs:
         """
         check_count("num_steps", num_steps)
         running = [job for job in self._jobs.values() if job.state == "running"]
-        self._watch_threads()
+        self._watch_passes()
         run_steps(
             running,
             self._packed,
@@ -459,9 +459,13 @@ class Jobs:
             "base": self._base_hash,
         }
 
-    def _watch_threads(self) -> None:
-        """Note it where products are computed by other threads than those that were probed."""
-        if torch.get_num_threads() != self._num_threads and not self._inexact:
+    def _watch_passes(self) -> None:
+        """Note it where passes are computed in other ways than those that were probed."""
+        if self._inexact:
+            return
+        if torch.is_autocast_enabled(self._packed.device.type):
+            self._inexact = "passes run under torch.autocast; rows were probed without"
+        elif torch.get_num_threads() != self._num_threads:
             self._inexact = (
                 f"rows were probed with {self._num_threads} threads, and passes run with "
                 f"{torch.get_num_threads()}"
