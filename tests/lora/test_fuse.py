@@ -13,7 +13,14 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 from _peft_models import MAKERS, assert_same, backward, gradients, make, make_batch, twin
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from peft.tuners.lora.layer import Linear
 
 from penstock.lora import FuseReport, fuse, fuse_report, unfuse
@@ -367,7 +374,22 @@ def test_a_layer_with_a_forward_of_its_own_is_left():
                     num_attention_heads=4, num_transformer_submodules=1,
                 ),
             ),
-            "LoraConfig",
+            "with the method PROMPT_TUNING; .* make its adapter with a LoraConfig",
+        ),
+        (
+            lambda: get_peft_model(MAKERS["llama"](), IA3Config(task_type="CAUSAL_LM")),
+            "with the method IA3; .* train this one without fuse",
+        ),
+        (
+            lambda: get_peft_model(
+                MAKERS["llama"](),
+                PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+            ),
+            "with the method PREFIX_TUNING",
+        ),
+        (
+            lambda: _with_add_adapter(MAKERS["llama"]()),
+            r"LlamaForCausalLM in which adapters .*peft.get_peft_model\(base, config\)",
         ),
     ],
 )  # fmt: skip
@@ -375,6 +397,11 @@ def test_a_layer_with_a_forward_of_its_own_is_left():
 def test_other_models_are_refused(function, model, match):
     with pytest.raises(TypeError, match=match):
         function(model())
+
+
+def _with_add_adapter(model):
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    return model
 
 
 def test_a_model_without_linear_layers_is_refused():

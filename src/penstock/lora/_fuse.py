@@ -198,13 +198,37 @@ def _tuner_of(peft_model: object) -> Any:
 
     tuner = peft_model.base_model if isinstance(peft_model, PeftModel) else None
     if type(tuner) not in (LoraModel, FusedLoraModel):
-        kind = type(peft_model).__name__
-        of = "" if tuner is None else f" around a {type(tuner).__name__}"
-        raise TypeError(
-            f"peft_model is a {kind}{of}; accepted is what peft.get_peft_model returns for a "
-            "LoraConfig, before it is wrapped in DistributedDataParallel or torch.compile"
-        )
+        raise TypeError(f"peft_model is a {type(peft_model).__name__}{_describe_other(peft_model)}")
     return tuner
+
+
+def _describe_other(model: Any) -> str:
+    """Return the rest of a message on a model that is none of PEFT with LoRA, with the remedy."""
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    accepted = "accepted is what peft.get_peft_model returns for a LoraConfig"
+    if isinstance(model, PeftModel):
+        kinds = sorted({getattr(c.peft_type, "value", "?") for c in model.peft_config.values()})
+        return (
+            f" with the method {', '.join(kinds)}; {accepted}: train this one without fuse, or "
+            "make its adapter with a LoraConfig"
+        )
+    inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+    if isinstance(inner, PeftModel):
+        return f" around a {type(inner).__name__}; {accepted}: fuse that one before it is wrapped"
+    is_module = isinstance(model, torch.nn.Module)
+    if is_module and any(isinstance(each, BaseTunerLayer) for each in model.modules()):
+        return (
+            f" in which adapters were put without a PeftModel (add_adapter, load_adapter, "
+            f"inject_adapter_in_model); {accepted}: load the base without adapters and give it to "
+            "peft.get_peft_model(base, config), or to PeftModel.from_pretrained(base, folder) for "
+            "adapters that save_pretrained(folder) has written"
+        )
+    return (
+        f"; {accepted}, before it is wrapped in DistributedDataParallel or torch.compile: give the "
+        "model to that function first"
+    )
 
 
 def _is_candidate(module: torch.nn.Module) -> bool:

@@ -49,7 +49,7 @@ JOBS = {
         "accumulation": 2,
     },
     "wide": {
-        "data": make_data(2, 20, 1, 20),
+        "data": make_data(2, 20, 2, 20),
         "config": LoraConfig(r=6, target_modules=ALL_LINEAR, use_rslora=True),
         "batch_size": 3,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

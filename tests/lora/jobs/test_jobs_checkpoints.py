@@ -157,6 +157,45 @@ def test_an_error_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
         assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_checkpoint_of_another_run_is_never_replaced(tmp_path, base):
+    def add(jobs):
+        add_job(jobs, "plain", num_steps=3)
+        jobs.step()
+
+    trainers = tmp_path / "checkpoint-500", tmp_path / "checkpoint-100000"
+    for each in trainers:
+        each.mkdir()
+    with Jobs(base, max_tokens=128) as jobs:
+        add(jobs)
+        for _ in range(2):
+            written = jobs.save(tmp_path)
+    with Jobs(base, max_tokens=128) as jobs:
+        add(jobs)
+        jobs.step()
+        with pytest.raises(ValueError, match=r"neither wrote nor restored.*: restore it first"):
+            jobs.save(tmp_path)
+        assert (tmp_path / "latest").resolve() == written.resolve()
+        jobs.save(tmp_path / "other")
+        jobs.restore(tmp_path)
+        assert jobs.report().jobs[0].num_steps == 1
+        jobs.save(tmp_path)
+        assert not written.exists()
+    assert all(each.exists() for each in trainers)
+
+
+def test_a_save_that_fails_after_its_link_may_be_done_again(tmp_path, base, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "short", num_steps=4)
+        with monkeypatch.context() as patch:
+            patch.setattr(_checkpoint, "_remove_others", fail)
+            with pytest.raises(OSError, match="disk full"):
+                jobs.save(tmp_path)
+        jobs.save(tmp_path)
+
+
 def test_restore_refuses_what_would_have_other_bits(tmp_path, base):
     with Jobs(base, max_tokens=128) as jobs:
         with pytest.raises(ValueError, match="no job to save"):

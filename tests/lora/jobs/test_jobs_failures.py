@@ -1,6 +1,7 @@
 """A job that fails or is interrupted leaves the others, and itself, at the end of a step."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -22,8 +23,8 @@ def undisturbed(base):
 
 
 def fail_at(step, wrong):
-    """A loss that is as ever for a number of calls, and `wrong` of it then."""
-    calls = [0]
+    """A loss that is as ever for a number of calls in training, and `wrong` of it then."""
+    calls = [-2]  # `add` tries it twice
 
     def loss(logits, targets):
         calls[0] += 1
@@ -45,8 +46,9 @@ def raise_error(total):
         (lambda total: total + (total - total.detach()).sqrt(), "a gradient of step 2 is not"),
         (raise_error, "its loss raised RuntimeError: no loss today"),
         (lambda total: total.detach(), "its loss raised ValueError: the loss is no number"),
+        (lambda total: 3.0, "its loss raised ValueError: the loss is a float"),
     ],
-    ids=["nan", "inf", "gradient", "raises", "constant"],
+    ids=["nan", "inf", "gradient", "raises", "constant", "float"],
 )
 def test_a_job_that_fails_keeps_its_last_weights_and_leaves_the_other(
     base, undisturbed, wrong, reason
@@ -96,6 +98,36 @@ def test_data_that_raises_fails_its_job_alone(base, undisturbed):
         report = jobs.run()
         assert report.jobs[0].reason == "its data raised OSError: the disk is gone"
         assert report.jobs[0].num_steps == 1
+        assert have_same_bits(results_of(jobs)["plain"], undisturbed)
+
+
+def change_token(data):
+    data[3][1] += 1
+
+
+def change_label(data):
+    data[3] = {"input_ids": data[3], "labels": torch.where(data[3] == data[3][1], -100, data[3])}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (change_token, r"data\[3\] is not what it was when job 'short' was added: give add a copy"),
+        (change_label, r"data\[3\] is not what it was when job 'short' was added"),
+        (list.clear, "data has 0 samples, and had 8 when job 'short' was added: give add a copy"),
+        (list.pop, "data has 7 samples, and had 8"),
+    ],
+)
+def test_data_that_changes_fails_its_job_alone(base, undisturbed, change, reason):
+    data = make_data(5, 8, 3, 9)
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "short", data=data, num_steps=STEPS)
+        add_job(jobs, "plain", num_steps=STEPS)
+        jobs.step()
+        change(data)
+        report = jobs.run()
+        assert report.jobs[0].state == "failed"
+        assert re.match(f"its data raised ValueError: {reason}", str(report.jobs[0].reason))
         assert have_same_bits(results_of(jobs)["plain"], undisturbed)
 
 

@@ -71,8 +71,8 @@ GOOD = torch.arange(5)
         ([torch.tensor([1, VOCABULARY])], f"input_ids has the number {VOCABULARY}"),
         ([torch.tensor([1, -1])], "input_ids has the number -1"),
         ([{"input_ids": GOOD, "labels": GOOD - 3}], "labels has the number -3"),
-        ([torch.tensor([1])], "data has no target"),
-        ([{"input_ids": GOOD, "labels": torch.full((5,), -100)}], "data has no target"),
+        ([GOOD, torch.tensor([1])], r"job 'bad': data\[1\] has no target .*: leave it out"),
+        ([GOOD, {"input_ids": GOOD, "labels": [3, *[-100] * 4]}], r"data\[1\] has no target"),
     ],
 )
 def test_bad_data_is_named_with_its_job(jobs, data, message):
@@ -88,6 +88,7 @@ def test_bad_data_is_named_with_its_job(jobs, data, message):
         ({"num_steps": True}, "num_steps is True"),
         ({"clipping": 0.0}, "clipping is 0.0"),
         ({"seed": "x"}, "seed is 'x'"),
+        ({"seed": True}, "seed is True"),
         ({"optimizer": lambda p: None}, "optimizer gave a NoneType"),
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "optimizer gave a LBFGS"),
         ({"optimizer": lambda p: adamw(p[:1])}, "optimizer holds other parameters"),
@@ -96,11 +97,114 @@ def test_bad_data_is_named_with_its_job(jobs, data, message):
             {"schedule": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)},
             "schedule gave a ReduceLROnPlateau",
         ),
+        ({"optimizer": lambda p: 1 / 0}, "optimizer raised ZeroDivisionError.*called with one arg"),
+        ({"schedule": lambda o: 1 / 0}, "schedule raised ZeroDivisionError.*called with one arg"),
+        (
+            {"config": LoraConfig(target_modules=["q_proj", "q_poj"])},
+            r"target_modules has \['q_poj'\].*its linear layers are \['down_proj', .*'v_proj'\]",
+        ),
+        (
+            {"config": LoraConfig(target_modules=r".*\.nothing")},
+            "PEFT refused the config: .*change target_modules; its linear layers are",
+        ),
     ],
 )
 def test_bad_arguments_are_named_with_their_job(jobs, arguments, message):
     with pytest.raises(ValueError, match=f"job 'bad': {message}"):
         add_job(jobs, "bad", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": "adamw"}, "optimizer is a str; accepted is a function that makes it"),
+        ({"schedule": 3}, "schedule is a int; accepted is a function that makes it"),
+        ({"loss": "mean"}, "loss is a str; accepted is a function of logits and targets"),
+    ],
+)
+def test_what_is_no_function_is_refused(jobs, arguments, message):
+    with pytest.raises(TypeError, match=f"job 'bad': {message}"):
+        add_job(jobs, "bad", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.CrossEntropyLoss(), "the same sample twice, not double"),
+        (lambda x, y: nn.functional.cross_entropy(x, y, reduction="sum") / len(y), "not double"),
+        (lambda x, y: nn.functional.cross_entropy(x, y) * torch.nan, "is nan"),
+        (nn.CrossEntropyLoss(reduction="none"), r"loss failed .* its shape is \(17,\)"),
+        (lambda x, y: x.detach().sum(), "without a gradient"),
+        (lambda x, y: 3.0, "the loss is a float"),
+        (lambda x: x.sum(), "loss failed .* TypeError"),
+    ],
+    ids=["mean", "divided", "nan", "none", "constant", "float", "raises"],
+)
+def test_losses_that_are_no_sum_are_refused(jobs, loss, message):
+    with pytest.raises(ValueError, match=f"(?s)job 'bad': .*{message}.*reduction=.sum"):
+        add_job(jobs, "bad", data=[torch.arange(40)], loss=loss)
+
+
+def test_a_loss_that_is_a_sum_is_taken(jobs):
+    for loss in (
+        nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1),
+        lambda x, y: nn.functional.cross_entropy(x.half(), y, reduction="sum")[None],
+    ):
+        add_job(jobs, "good", loss=loss)
+        jobs.remove("good")
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True])
+def test_bad_numbers_of_steps_are_named(jobs, number):
+    message = f"is {number}; accepted are whole numbers >= 1"
+    with pytest.raises(ValueError, match=f"^num_steps {message}"):
+        jobs.step(number)
+    with pytest.raises(ValueError, match=f"^num_steps {message}"):
+        jobs.run(num_steps=number)
+    with pytest.raises(ValueError, match=f"^lookahead {message}"):
+        jobs.run(lookahead=number, num_steps=1)
+    assert jobs.report().jobs[0].num_steps == 0
+
+
+def test_a_base_is_that_of_one_jobs_until_it_is_closed(llama):
+    first = Jobs(llama, max_tokens=64)
+    with pytest.raises(ValueError, match=r"already that of another Jobs.* close it first"):
+        Jobs(llama, max_tokens=64)
+    add_job(first, "plain")
+    with pytest.raises(ValueError, match="already that of another Jobs"):
+        Jobs(llama, max_tokens=64)
+    first.close()
+    second = Jobs(llama, max_tokens=64)
+    with pytest.raises(ValueError, match="already that of another Jobs"):
+        add_job(first, "plain")
+    first.close()  # not the second's
+    with pytest.raises(ValueError, match="already that of another Jobs"):
+        add_job(first, "plain")
+    del second
+    add_job(first, "plain", num_steps=1)
+    assert first.run().jobs[0].state == "finished"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_bits_are_known_in_float32_and_float64_alone(dtype):
+    with Jobs(make_llama().to(dtype), max_tokens=64) as jobs:
+        add_job(jobs, "plain", num_steps=1)
+        report = jobs.run()
+    assert report.jobs[0].state == "finished"
+    assert report.is_exact == (dtype == torch.float64)
+    if not report.is_exact:
+        assert f"is {dtype} on cpu; rows keep their bits" in str(report.inexact_reason)
+
+
+def test_autocast_is_reported(llama):
+    with Jobs(llama, max_tokens=64) as jobs:
+        add_job(jobs, "plain", num_steps=2)
+        jobs.step()
+        assert jobs.report().is_exact
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            jobs.step()
+        assert jobs.report().jobs[0].state == "finished"
+        assert str(jobs.report().inexact_reason).startswith("passes run under torch.autocast")
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "../x", "q_proj", "keys", "my_lora_", "0", 3])

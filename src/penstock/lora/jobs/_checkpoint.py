@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ def adapter_state(peft_model: Any, name: str) -> dict[str, Tensor]:
     return get_peft_model_state_dict(peft_model, adapter_name=name, save_embedding_layers=False)
 
 
-def write_checkpoint(path: Path, header: dict[str, Any], peft_model: Any, jobs: Any) -> Path:
+def write_checkpoint(
+    path: Path, header: dict[str, Any], peft_model: Any, jobs: Any, own: set[Path]
+) -> Path:
     """Write a checkpoint, make it the latest, and remove those before.
 
     Args:
@@ -74,13 +77,22 @@ def write_checkpoint(path: Path, header: dict[str, Any], peft_model: Any, jobs: 
         header: Plain data that is kept beside the jobs.
         peft_model: The PEFT model that has the adapters.
         jobs: The jobs, as a sequence.
+        own: Checkpoints that these jobs wrote or restored; gets the new one.
 
     Returns:
         The folder of the new checkpoint.
+
+    Raises:
+        ValueError: The latest checkpoint of the folder is another run's.
     """
-    path.mkdir(parents=True, exist_ok=True)
     latest = path / "latest"
-    numbers = [int(each.name[-6:]) for each in path.glob("checkpoint-[0-9]*")]
+    if latest.exists() and latest.resolve() not in own:
+        raise ValueError(
+            f"path is {str(path)!r}, whose latest checkpoint these Jobs neither wrote nor restored,"
+            " and a save would replace it: restore it first, save to another folder, or delete it"
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    numbers = [int(each.name[-6:]) for each in _list_numbered(path)]
     folder = path / f"checkpoint-{max(numbers, default=0) + 1:06d}"
     partial = path / f".partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -101,6 +113,7 @@ def write_checkpoint(path: Path, header: dict[str, Any], peft_model: Any, jobs: 
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    own.add(folder.resolve())  # before the link: whatever happens from here on, it is this run's
     _flush(path)
     link = path / f".latest-{os.getpid()}"
     link.unlink(missing_ok=True)
@@ -219,10 +232,18 @@ def _first_difference(before: Any, now: Any) -> str:
     return f"{before!r} and {now!r}"
 
 
+def _list_numbered(path: Path) -> Iterator[Path]:
+    """Yield the folders with a checkpoint's name; another library's may be among them."""
+    return (p for p in path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d{6}", p.name))
+
+
 def _remove_others(path: Path, folder: Path) -> None:
-    for other in (*path.glob("checkpoint-[0-9]*"), *path.glob(".partial-*")):
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
+    for other in list(_list_numbered(path)):
+        if other != folder and (other / "jobs.json").exists():
+            # Under a name that the next save removes: a folder without jobs.json is left alone.
+            other.rename(path / f".partial-{other.name}")
+    for partial in path.glob(".partial-*"):
+        shutil.rmtree(partial, ignore_errors=True)
     for link in path.glob(".latest-*"):
         link.unlink()
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from penstock.lora.jobs._packed_model import list_dropouts
@@ -49,14 +50,20 @@ def check_name(name: object, model: nn.Module) -> None:
         )
 
 
-def check_count(job: str, name: str, number: object) -> None:
+def check_count(name: str, number: object, *, job: str | None = None) -> None:
     """Refuse what is no whole number of at least 1.
+
+    Args:
+        name: Name of the argument.
+        number: Its value.
+        job: The job that it belongs to; None where it belongs to all.
 
     Raises:
         ValueError: It is not.
     """
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"job {job!r}: {name} is {number!r}; accepted are whole numbers >= 1")
+        of = "" if job is None else f"job {job!r}: "
+        raise ValueError(f"{of}{name} is {number!r}; accepted are whole numbers >= 1")
 
 
 def check_config(job: str, config: Any) -> LoraConfig:
@@ -126,6 +133,21 @@ def check_base(model: Any) -> None:
             "draw another mask beside other jobs: set its probabilities to 0 in the model's config "
             "before the model is made; LoraConfig(lora_dropout=...) is the job's own"
         )
+
+
+def find_inexact_dtype(model: nn.Module) -> str:
+    """Return the reason for which bits of a base's passes are not known; empty for float32.
+
+    Args:
+        model: The base model, on the CPU in float32 or float64 where there is no reason.
+    """
+    for name, each in model.named_parameters():
+        if each.device.type != "cpu" or each.dtype not in (torch.float32, torch.float64):
+            return (
+                f"parameter {name} is {each.dtype} on {each.device.type}; rows keep their bits in "
+                "float32 and float64 on the CPU only"
+            )
+    return ""
 
 
 def check_positions(model: Any, num_rows: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.lora._adapters import Adapter
 from penstock.lora.jobs._attention import PackingError
 from penstock.lora.jobs._data import IGNORED, TokenSample
-from penstock.lora.jobs._job import sum_cross_entropy
+from penstock.lora.jobs._losses import sum_cross_entropy
 from penstock.lora.jobs._micro_batch import BLOCK_ROWS, MicroBatch, TokenChunk, join_targets
 from penstock.lora.jobs._packed_model import PackedModel, no_gradient_message
 from penstock.lora.jobs._row_sizes import RowSizes

@@ -16,6 +16,7 @@ IGNORED = -100
 """The label of a token that is no target, as in Transformers."""
 
 _KEYS = {"input_ids", "labels", "attention_mask"}
+_DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,44 @@ class SampleOrder:
         self._max_tokens, self._vocab_size = max_tokens, vocab_size
         self._samples = self._list_samples(data)
         self._epoch = (-1, [0])
+        self._digests = bytearray()
         self.fingerprint = self._check_all()
 
     def __len__(self) -> int:
-        return len(self._samples)
+        """Return the number of samples when the job was added."""
+        return len(self._digests) // _DIGEST_BYTES
 
     def read(self, number: int) -> TokenSample:
-        """Return the sample with a number of the training, from 0 on."""
-        epoch, position = divmod(number, len(self._samples))
+        """Return the sample with a number of the training, from 0 on.
+
+        Raises:
+            ValueError: It, or the number of samples, is no longer what it was in the first reading.
+        """
+        remedy = "give add a copy that stays, or remove the job and add it with the new data"
+        if len(self._samples) != len(self):
+            raise ValueError(
+                f"data has {len(self._samples)} samples, and had {len(self)} when job "
+                f"{self._job!r} was added: {remedy}"
+            )
+        epoch, position = divmod(number, len(self))
         if self._epoch[0] != epoch:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
-            order = torch.randperm(len(self._samples), generator=generator)
+            order = torch.randperm(len(self), generator=generator)
             self._epoch = (epoch, order.tolist())
-        return self._read_at(self._epoch[1][position])
+        index = self._epoch[1][position]
+        sample = self._read_at(index)
+        start = index * _DIGEST_BYTES
+        if _hash(sample) != self._digests[start : start + _DIGEST_BYTES]:
+            raise ValueError(
+                f"data[{index}] is not what it was when job {self._job!r} was added: {remedy}"
+            )
+        return sample
+
+    def take_targets(self, most: int) -> Tensor:
+        """Return targets of the first sample from its first one on, the last row without."""
+        targets = self._read_at(0).targets
+        targets = targets[int((targets != IGNORED).nonzero()[0]) :][:most].clone()
+        return torch.cat([targets, targets.new_tensor([IGNORED])])
 
     def _list_samples(self, data: object) -> Sequence[Any]:
         is_sequence = hasattr(data, "__getitem__") and hasattr(data, "__len__")
@@ -83,18 +109,18 @@ class SampleOrder:
     def _check_all(self) -> str:
         if not len(self._samples):
             raise ValueError(f"job {self._job!r}: data is empty; a job needs at least one sample")
-        digest, num_targets = hashlib.blake2b(digest_size=16), 0
+        digest = hashlib.blake2b(digest_size=16)
         for index in range(len(self._samples)):
             sample = self._read_at(index)
-            num_targets += sample.num_targets
+            if not sample.num_targets:
+                raise ValueError(
+                    f"job {self._job!r}: data[{index}] has no target (one token, or no label but "
+                    f"{IGNORED} after the first), so it trains nothing: leave it out"
+                )
+            self._digests += _hash(sample)
             for part in (sample.tokens, sample.targets):
                 digest.update(part.numpy().tobytes())
             digest.update(b"|")
-        if not num_targets:
-            raise ValueError(
-                f"job {self._job!r}: data has no target: every label is {IGNORED}, or every sample "
-                "has one token"
-            )
         return digest.hexdigest()
 
     def _read_at(self, index: int) -> TokenSample:
@@ -140,6 +166,13 @@ class SampleOrder:
                 f"{place} has the number {int(wrong[0])}; the model's vocabulary has "
                 f"{self._vocab_size} entries"
             )
+
+
+def _hash(sample: TokenSample) -> bytes:
+    """Return a hash of a sample's tokens and targets."""
+    digest = hashlib.blake2b(sample.tokens.numpy().tobytes(), digest_size=_DIGEST_BYTES)
+    digest.update(sample.targets.numpy().tobytes())
+    return digest.digest()
 
 
 def _to_integers(numbers: Any, place: str) -> Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.lora._adapters import Adapter
 from penstock.lora.jobs._data import SampleOrder, TokenSample
+from penstock.lora.jobs._losses import Loss
 from penstock.lora.jobs._micro_batch import TokenChunk, count_targets
 from penstock.lora.jobs._report import JobReport
 from penstock.lora.jobs._seeds import derive_seed
@@ -23,17 +24,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 State = Literal["running", "paused", "finished", "failed"]
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of the rows that have a target, added up.
-
-    Args:
-        logits: Shape `(n, vocabulary)`.
-        targets: Shape `(n,)`, -100 where there is no target.
-    """
-    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +89,7 @@ class TrainingJob:
         samples = [self.data.read(step * count + i) for i in range(count)]
         groups = cut_into_chunks(samples, self.settings.chunk_tokens)
         chunks = [self._make_chunk(step, number, group) for number, group in enumerate(groups)]
-        update = JobUpdate(self, step, chunks)
-        if not update.num_targets:
-            raise ValueError(f"the batch of step {step} has no target")
-        return update
+        return JobUpdate(self, step, chunks)
 
     def _make_chunk(self, step: int, number: int, samples: Sequence[TokenSample]) -> TokenChunk:
         return TokenChunk(

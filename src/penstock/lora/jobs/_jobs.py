@@ -21,21 +21,22 @@ from penstock.lora.jobs._checks import (
     check_count,
     check_name,
     check_positions,
+    find_inexact_dtype,
 )
 from penstock.lora.jobs._comparison import Trial
 from penstock.lora.jobs._data import SampleOrder
-from penstock.lora.jobs._insertion import AdapterHost
+from penstock.lora.jobs._insertion import AdapterHost, check_owner, claim_base, release_base
 from penstock.lora.jobs._job import (
     JobSettings,
-    Loss,
     TrainingJob,
     hold_interrupts,
-    sum_cross_entropy,
 )
+from penstock.lora.jobs._losses import Loss, check_loss, sum_cross_entropy
 from penstock.lora.jobs._micro_batch import BLOCK_ROWS
 from penstock.lora.jobs._optimizers import (
     MakeOptimizer,
     MakeSchedule,
+    check_makers,
     make_optimizer,
     make_schedule,
 )
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CHUNKS_PER_MICRO_BATCH = 4
+_TRIAL_TARGETS = 16  # of a sample on which a user's loss is tried
 
 
 class Jobs:
@@ -86,7 +88,7 @@ class Jobs:
     Raises:
         TypeError: The model is no causal language model of Transformers, or has adapters.
         ValueError: The model has dropout or positions with which jobs would depend on each other,
-            or a number is below 1.
+            another `Jobs` has it, or a number is below 1.
     """
 
     def __init__(
@@ -98,13 +100,14 @@ class Jobs:
         pipeline_depth: int = 1,
         packing_seconds: float = 0.1,
     ) -> None:
-        for name, number in (("max_tokens", max_tokens), ("pipeline_depth", pipeline_depth)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} is {number!r}; accepted are whole numbers >= 1")
+        check_count("max_tokens", max_tokens)
+        check_count("pipeline_depth", pipeline_depth)
         if chunk_tokens is None:
             chunk_tokens = max(1, max_tokens // _CHUNKS_PER_MICRO_BATCH)
-        if not 1 <= chunk_tokens <= max_tokens:
+        check_count("chunk_tokens", chunk_tokens)
+        if chunk_tokens > max_tokens:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; accepted are 1 to {max_tokens}")
+        check_owner(base_model, self)
         check_base(base_model)
         known = getattr(base_model.config.get_text_config(), "max_position_embeddings", None)
         self._most_tokens = min(max_tokens, known or max_tokens)
@@ -113,7 +116,7 @@ class Jobs:
         self._base_hash = _checkpoint.fingerprint_base(base_model)
         self._trainable = [each for each in base_model.parameters() if each.requires_grad]
         self._sizes = find_row_sizes(base_model, max(max_tokens, 4 * BLOCK_ROWS))
-        self._inexact = self._sizes.reason
+        self._inexact = find_inexact_dtype(base_model) or self._sizes.reason
         self._num_threads = torch.get_num_threads()
         self._max_tokens, self._chunk_tokens = max_tokens, chunk_tokens
         self._packing = PackingLimits(pipeline_depth, packing_seconds)
@@ -122,6 +125,8 @@ class Jobs:
         self._jobs: dict[str, TrainingJob] = {}
         self._counts = PassCounts()
         self._tried: set[str] = set()
+        self._own_checkpoints: set[Path] = set()
+        claim_base(base_model, self)
 
     def add(
         self,
@@ -148,7 +153,8 @@ class Jobs:
             data: A sequence, or an iterable that ends, of samples: each a mapping with `input_ids`
                 and, where they differ, `labels` (integers in one dimension; -100 is no target), or
                 the tokens alone. Each epoch has an order of its own from `seed`; batches go on over
-                the end of an epoch.
+                the end of an epoch. A sample without a target is refused, and one that is not the
+                same at each reading fails the job.
             config: Plain LoRA on linear layers.
             optimizer: Makes the optimizer of the adapter's parameters.
             schedule: Makes the schedule of the optimizer's learning rate, which goes on after every
@@ -161,10 +167,11 @@ class Jobs:
             seed: Of the adapter's initial weights, the order of samples and the dropout masks.
             loss: Takes the logits `(n, vocabulary)` and targets `(n,)` of some whole samples one
                 after the other, -100 where there is no target, and returns the sum of the targets'
-                losses. None: cross entropy.
+                losses: it is tried on random logits of a sample, and of the sample twice. None:
+                cross entropy.
 
         Raises:
-            TypeError: The config is of another kind.
+            TypeError: The config is of another kind, or optimizer, schedule or loss no function.
             ValueError: An argument, a sample, the config or the model is one that cannot be trained
                 exactly; the message names the job and the remedy.
         """
@@ -172,7 +179,9 @@ class Jobs:
             raise ValueError(
                 f"job {name!r} exists already; remove it first, or choose another name"
             )
+        claim_base(self._base, self)  # again after close
         check_name(name, self._base)
+        check_makers(name, optimizer, schedule)
         settings = self._check_settings(
             name,
             batch_size=batch_size,
@@ -182,13 +191,13 @@ class Jobs:
             seed=seed,
         )
         plain = check_config(name, config)
+        vocab_size: int = self._base.get_input_embeddings().num_embeddings  # pyright: ignore
         order = SampleOrder(
-            name,
-            data,
-            seed=seed,
-            max_tokens=self._most_tokens,
-            vocab_size=self._base.get_input_embeddings().num_embeddings,  # pyright: ignore
+            name, data, seed=seed, max_tokens=self._most_tokens, vocab_size=vocab_size
         )
+        if loss is not None:
+            like = next(self._base.parameters())
+            check_loss(name, loss, order.take_targets(_TRIAL_TARGETS), vocab_size, like)
         try:
             adapters = self._host.insert(name, plain, seed)
             self._try(name, adapters)
@@ -228,10 +237,13 @@ class Jobs:
 
         Returns:
             The progress of the jobs that were running, by name.
+
+        Raises:
+            ValueError: The number is below 1.
         """
-        check_count("all", "num_steps", num_steps)
+        check_count("num_steps", num_steps)
         running = [job for job in self._jobs.values() if job.state == "running"]
-        self._watch_threads()
+        self._watch_passes()
         run_steps(
             running,
             self._packed,
@@ -260,7 +272,13 @@ class Jobs:
 
         Returns:
             The progress of all jobs.
+
+        Raises:
+            ValueError: A number is below 1.
         """
+        if num_steps is not None:
+            check_count("num_steps", num_steps)
+        check_count("lookahead", lookahead)
         made = 0
         while any(job.state == "running" for job in self._jobs.values()):
             if num_steps is not None and made >= num_steps:
@@ -327,12 +345,14 @@ class Jobs:
             The folder of the new checkpoint, to which `path/latest` is a link.
 
         Raises:
-            ValueError: There is no job.
+            ValueError: There is no job, or the folder's latest checkpoint is another run's, which
+                this `Jobs` neither wrote nor restored.
         """
         if not self._jobs:
             raise ValueError("there is no job to save: add one first")
+        jobs = tuple(self._jobs.values())
         return _checkpoint.write_checkpoint(
-            Path(path), self._header(), self._host.peft, tuple(self._jobs.values())
+            Path(path), self._header(), self._host.peft, jobs, self._own_checkpoints
         )
 
     def save_adapter(self, name: str, path: str | Path) -> None:
@@ -374,13 +394,15 @@ class Jobs:
         with hold_interrupts():
             for name, job in self._jobs.items():
                 _checkpoint.apply_states(states[name], saved[name], job, self._host.peft)
+            self._own_checkpoints.add(folder)
 
     def close(self) -> None:
-        """Take all adapters out of the base and leave it as it was."""
+        """Take all adapters out of the base and leave it as it was, for another `Jobs`."""
         for name in list(self._jobs):
             self.remove(name)
         for parameter in self._trainable:
             parameter.requires_grad_(True)
+        release_base(self._base, self)
 
     def __enter__(self) -> Jobs:
         return self
@@ -395,8 +417,8 @@ class Jobs:
 
     def _check_settings(self, name: str, **given: Any) -> JobSettings:
         for key in ("batch_size", "accumulation", "num_steps"):
-            check_count(name, key, given[key])
-        if not isinstance(given["seed"], int):
+            check_count(key, given[key], job=name)
+        if not isinstance(given["seed"], int) or isinstance(given["seed"], bool):
             raise ValueError(f"job {name!r}: seed is {given['seed']!r}; accepted are whole numbers")
         clipping = given["clipping"]
         if clipping is not None and not (clipping > 0 and math.isfinite(clipping)):
@@ -437,9 +459,13 @@ class Jobs:
             "base": self._base_hash,
         }
 
-    def _watch_threads(self) -> None:
-        """Note it where products are computed by other threads than those that were probed."""
-        if torch.get_num_threads() != self._num_threads and not self._inexact:
+    def _watch_passes(self) -> None:
+        """Note it where passes are computed in other ways than those that were probed."""
+        if self._inexact:
+            return
+        if torch.is_autocast_enabled(self._packed.device.type):
+            self._inexact = "passes run under torch.autocast; rows were probed without"
+        elif torch.get_num_threads() != self._num_threads:
             self._inexact = (
                 f"rows were probed with {self._num_threads} threads, and passes run with "
                 f"{torch.get_num_threads()}"

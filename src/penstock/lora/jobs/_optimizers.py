@@ -3,12 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 MakeSchedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def check_makers(name: str, optimizer: object, schedule: object) -> None:
+    """Refuse an optimizer or a schedule that is no function.
+
+    Args:
+        name: The job.
+        optimizer: The argument of that name.
+        schedule: The argument of that name; None is none.
+
+    Raises:
+        TypeError: One cannot be called.
+    """
+    if not callable(optimizer):
+        raise TypeError(
+            f"job {name!r}: optimizer is a {type(optimizer).__name__}; accepted is a function that "
+            "makes it: lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
+        )
+    if schedule is not None and not callable(schedule):
+        raise TypeError(
+            f"job {name!r}: schedule is a {type(schedule).__name__}; accepted is a function that "
+            "makes it: lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer)"
+        )
+
+
+def _call(name: str, kind: str, make: Callable[[Any], Any], argument: Any) -> Any:
+    """Call a user's function; an exception of it names the job."""
+    try:
+        return make(argument)
+    except Exception as error:
+        raise ValueError(
+            f"job {name!r}: {kind} raised {type(error).__name__}: {error}; it is called with one "
+            "argument, the list of the adapter's parameters for optimizer, the job's optimizer for "
+            "schedule"
+        ) from error
 
 
 def make_optimizer(
@@ -22,9 +58,10 @@ def make_optimizer(
         parameters: The job's parameters, all of which the optimizer has to hold, and no others.
 
     Raises:
-        ValueError: It is no optimizer of torch, needs a closure, or holds other parameters.
+        ValueError: The function raises, or gives no optimizer of torch, or one that needs a closure
+            or holds other parameters.
     """
-    optimizer = make(parameters)
+    optimizer = _call(name, "optimizer", make, parameters)
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             f"job {name!r}: optimizer gave a {type(optimizer).__name__}; accepted are optimizers "
@@ -50,11 +87,11 @@ def make_schedule(
         optimizer: The job's optimizer.
 
     Raises:
-        ValueError: It is no schedule of torch, or its step needs a metric.
+        ValueError: The function raises, or gives no schedule of torch, or one that needs a metric.
     """
     if make is None:
         return None
-    schedule = make(optimizer)
+    schedule = _call(name, "schedule", make, optimizer)
     is_plain = isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
     if not is_plain or isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(

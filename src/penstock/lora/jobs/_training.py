@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.lora._packing import pack
 from penstock.lora._schedule import JobBatches, Schedule
 from penstock.lora.jobs._job import JobUpdate, TrainingJob, describe
+from penstock.lora.jobs._losses import check_total
 from penstock.lora.jobs._micro_batch import MicroBatch, TokenChunk, join_targets
 from penstock.lora.jobs._packed_model import PackedModel
 from penstock.lora.jobs._row_sizes import RowSizes
@@ -114,8 +115,7 @@ def _run_micro_batch(
     for (update, _), chunk, rows in zip(parts, chunks, logits, strict=True):
         try:
             total = update.job.loss(rows, join_targets(chunk, rows.device))
-            if total.numel() != 1 or not total.requires_grad:
-                raise ValueError("the loss is no number that depends on the logits")
+            check_total(total)
         except Exception as error:
             update.job.fail(f"its loss raised {describe(error)}")
             continue
