@@ -1,0 +1,1 @@
+"""Keys and values of contexts longer than memory, in blocks over tiers."""
