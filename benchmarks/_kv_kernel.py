@@ -184,9 +184,7 @@ def rows_of(case: Case, seconds: dict[str, list[float]], where: Any) -> list[Ben
     rows = []
     opponent = PLAIN if case.group == 1 else FOLDED
     for name, times in seconds.items():
-        speedups = [
-            theirs / ours for theirs, ours in zip(seconds[opponent], times, strict=True)
-        ]
+        speedups = [theirs / ours for theirs, ours in zip(seconds[opponent], times, strict=True)]
         lower, median, upper = statistics.quantiles(speedups, n=4, method="inclusive")
         extra = {
             "part": "kernel",

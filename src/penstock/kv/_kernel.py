@@ -149,7 +149,12 @@ def _check(
             f"query has {heads} heads in a batch of {batch}, which must be a multiple of the KV "
             f"heads in the same batch; addresses have the shape {tuple(addresses.shape)}"
         )
-    if block_tokens < 1 or value_dim < 1 or query.shape[3] < 1 or (heads and not addresses.shape[1]):
+    if (
+        block_tokens < 1
+        or value_dim < 1
+        or query.shape[3] < 1
+        or (heads and not addresses.shape[1])
+    ):
         raise ValueError(
             f"block_tokens is {block_tokens}, value_dim {value_dim} and the shape of query "
             f"{tuple(query.shape)}, with {addresses.shape[1]} KV heads: all must be at least 1"

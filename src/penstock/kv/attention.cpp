@@ -251,16 +251,38 @@ struct Ahead {
   const char* next;  // the record after it, or null
   int64_t record_bytes;
 
-  // Fetch what lies kAheadBytes after a piece of the record that is read now.
-  void fetch(int64_t offset, int64_t num_bytes) const {
-    const char* from = now + offset + kAheadBytes;
-    if (offset + kAheadBytes >= record_bytes) {
-      if (next == nullptr) return;
-      from = next + (offset + kAheadBytes - record_bytes);
-    }
-    for (int64_t done = 0; done < num_bytes; done += kLine) __builtin_prefetch(from + done, 0, 3);
+  // Return the distance from a byte of this record to what is fetched while it is read.
+  int64_t distance(int64_t offset) const {
+    if (offset + kAheadBytes < record_bytes) return kAheadBytes;
+    return next == nullptr ? 0 : next - now + kAheadBytes - record_bytes;
   }
 };
+
+template <bool Fetches, class Element>
+inline void fetch(const Element* from, int64_t distance) {
+  if (!Fetches) return;
+  const char* ahead = reinterpret_cast<const char*>(from) + distance;
+  __builtin_prefetch(ahead, 0, 3);
+  if (kPair * sizeof(Element) > kLine) __builtin_prefetch(ahead + kLine, 0, 3);
+}
+
+// Call `body` for rows by fours, then by two and one; the first ones fetch ahead for all.
+template <class Body>
+inline void for_rows(int64_t num_rows, Body body) {
+  using Four = std::integral_constant<int, 4>;
+  using Two = std::integral_constant<int, 2>;
+  using One = std::integral_constant<int, 1>;
+  int64_t row = num_rows & ~int64_t{3};
+  if (row > 0) body(Four(), std::true_type(), 0);
+  for (int64_t i = 4; i < row; i += 4) body(Four(), std::false_type(), i);
+  const bool is_first = row == 0;
+  if (num_rows & 2) {
+    is_first ? body(Two(), std::true_type(), row) : body(Two(), std::false_type(), row);
+    row += 2;
+  }
+  if (num_rows & 1)
+    row == 0 ? body(One(), std::true_type(), row) : body(One(), std::false_type(), row);
+}
 
 // Some records of one KV head, with the sums of its rows.
 template <class Element>
@@ -278,8 +300,9 @@ struct Task {
   Vector* lane_totals;  // (rows,)
 
   // Write q . k of `Rows` rows and kLanes keys.
-  template <int Rows>
-  void score_rows(const Element* const* keys, const float* rows, float* to) const {
+  template <int Rows, bool Fetches>
+  void score_rows(const Element* const* keys, const float* rows, float* to,
+                  int64_t distance) const {
     constexpr int kKeys = kLanes / Rows;
     const int64_t whole = call.key_dim / kPair * kPair, rest = call.key_dim - whole;
     for (int part = 0; part < Rows; ++part, keys += kKeys, to += kKeys) {
@@ -291,6 +314,7 @@ struct Task {
           far[j] = load(rows + j * key_width + column + kLanes);
         }
         UNROLLED for (int i = 0; i < kKeys; ++i) {
+          fetch<Fetches>(keys[i] + column, distance);
           const Pair key = load_key(keys[i] + column);
           UNROLLED for (int j = 0; j < Rows; ++j) {
             products[j * kKeys + i] += near[j] * key.near;
@@ -312,20 +336,14 @@ struct Task {
   void score_record(const Element* keys, int64_t count, const Ahead& ahead) const {
     const int64_t dim = call.key_dim, num_rows = call.num_rows;
     for (int64_t token = 0; token < count; token += kLanes) {
-      const int64_t tile_bytes = kLanes * dim * static_cast<int64_t>(sizeof(Element));
-      ahead.fetch(token / kLanes * tile_bytes, tile_bytes);
+      const int64_t distance = ahead.distance(token * dim * static_cast<int64_t>(sizeof(Element)));
       const Element* tile[kLanes];
       for (int64_t i = 0; i < kLanes; ++i)
         tile[i] = keys + std::min(token + i, count - 1) * dim;  // the last one again
-      int64_t row = 0;
-      for (; row + 4 <= num_rows; row += 4)
-        score_rows<4>(tile, query + row * key_width, scores + row * padded + token);
-      if (row + 2 <= num_rows) {
-        score_rows<2>(tile, query + row * key_width, scores + row * padded + token);
-        row += 2;
-      }
-      if (row < num_rows)
-        score_rows<1>(tile, query + row * key_width, scores + row * padded + token);
+      for_rows(num_rows, [&](auto rows, auto fetches, int64_t row) {
+        score_rows<rows(), fetches()>(tile, query + row * key_width, scores + row * padded + token,
+                                      distance);
+      });
     }
   }
 
@@ -385,9 +403,9 @@ struct Task {
   }
 
   // Add weights times some tokens' values to `Pairs` pairs of `Rows` rows.
-  template <int Rows, int Pairs, bool IsWhole>
+  template <int Rows, bool Fetches, int Pairs, bool IsWhole>
   void add_values(const Element* values, int64_t num_tokens, const float* weights, float* to,
-                  int64_t rest) const {
+                  int64_t rest, int64_t distance) const {
     Vector near[Rows][Pairs], far[Rows][Pairs];
     UNROLLED for (int j = 0; j < Rows; ++j)
       UNROLLED for (int p = 0; p < Pairs; ++p) {
@@ -398,6 +416,7 @@ struct Task {
       float weight[Rows];
       UNROLLED for (int j = 0; j < Rows; ++j) weight[j] = weights[j * padded + t];
       UNROLLED for (int p = 0; p < Pairs; ++p) {
+        fetch<Fetches>(values + p * kPair, distance);
         const Pair value = load_elements<IsWhole>(values + p * kPair, rest);
         UNROLLED for (int j = 0; j < Rows; ++j) {
           near[j][p] += weight[j] * value.near;
@@ -413,19 +432,22 @@ struct Task {
   }
 
   // Add to all columns of `Rows` rows.
-  template <int Rows>
-  void add_columns(const Element* values, int64_t num_tokens, const float* weights,
-                   float* to) const {
+  template <int Rows, bool Fetches>
+  void add_columns(const Element* values, int64_t num_tokens, const float* weights, float* to,
+                   int64_t distance) const {
     constexpr int kMost = kLanes == 8 ? 4 / Rows : Rows == 4 ? 2 : 4;
     constexpr int kPairs = kMost < 1 ? 1 : kMost;
     const int64_t whole = call.value_dim / kPair * kPair;
     int64_t column = 0;
     for (; column + kPairs * kPair <= whole; column += kPairs * kPair)
-      add_values<Rows, kPairs, true>(values + column, num_tokens, weights, to + column, 0);
+      add_values<Rows, Fetches, kPairs, true>(values + column, num_tokens, weights, to + column, 0,
+                                              distance);
     for (; column < whole; column += kPair)
-      add_values<Rows, 1, true>(values + column, num_tokens, weights, to + column, 0);
+      add_values<Rows, Fetches, 1, true>(values + column, num_tokens, weights, to + column, 0,
+                                         distance);
     if (const int64_t rest = call.value_dim - whole; rest > 0)
-      add_values<Rows, 1, false>(values + whole, num_tokens, weights, to + whole, rest);
+      add_values<Rows, Fetches, 1, false>(values + whole, num_tokens, weights, to + whole, rest,
+                                          distance);
   }
 
   void add_record(const Element* values, int64_t count, const Ahead& ahead) const {
@@ -434,17 +456,11 @@ struct Task {
     for (int64_t token = 0; token < count; token += kValueTokens) {
       const int64_t num_tokens = std::min(kValueTokens, count - token);
       const Element* from = values + token * call.value_dim;
-      ahead.fetch(before + token * call.value_dim * element, num_tokens * call.value_dim * element);
-      const float* weights = scores + token;
-      int64_t row = 0;
-      for (; row + 4 <= num_rows; row += 4)
-        add_columns<4>(from, num_tokens, weights + row * padded, sums + row * width);
-      if (row + 2 <= num_rows) {
-        add_columns<2>(from, num_tokens, weights + row * padded, sums + row * width);
-        row += 2;
-      }
-      if (row < num_rows)
-        add_columns<1>(from, num_tokens, weights + row * padded, sums + row * width);
+      const int64_t distance = ahead.distance(before + token * call.value_dim * element);
+      for_rows(num_rows, [&](auto rows, auto fetches, int64_t row) {
+        add_columns<rows(), fetches()>(from, num_tokens, scores + row * padded + token,
+                                       sums + row * width, distance);
+      });
     }
   }
 
