@@ -1,0 +1,1 @@
+"""KV caches in tiers: contexts longer than the memory of the device."""
