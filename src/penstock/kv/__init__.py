@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from penstock.kv._layout import BlockLayout
     from penstock.kv._pool import BlockPool
     from penstock.kv._report import PoolReport
-    from penstock.kv._selector import Selector, Window
+    from penstock.kv._selector import Selector
     from penstock.kv.transformers import cache
 
-__all__ = ["BlockLayout", "BlockPool", "PoolReport", "Selector", "Window", "cache"]
+__all__ = ["BlockLayout", "BlockPool", "PoolReport", "Selector", "cache"]
 
 __getattr__, __dir__ = load_lazily(__name__)

@@ -54,7 +54,7 @@ class Slots:
         if self._free:
             return self._free.pop()
         self._num_slots += 1
-        self._map(self._num_slots)
+        self.reach(self._num_slots)
         return self._num_slots - 1
 
     def give_back(self, slot: int) -> None:
@@ -71,7 +71,8 @@ class Slots:
         slab, place = divmod(slot, self._slots_per_slab)
         return self._areas[slab].view(place * self.slot_bytes, self.slot_bytes, dtype)
 
-    def _map(self, num_slots: int) -> None:
+    def reach(self, num_slots: int) -> None:
+        """Map the slots below `num_slots`, which the caller numbers itself."""
         while len(self._areas) * self._slots_per_slab < num_slots:
             self._areas.append(Area(self._slots_per_slab * self.slot_bytes))
             self._bases = np.array([area.address for area in self._areas], dtype=np.int64)

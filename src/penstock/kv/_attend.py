@@ -78,8 +78,11 @@ def _attend_few(
     first_token: int,
 ) -> list[_Part]:
     state = pool.blocks(layer)
-    step = _Step(state, query, rule, visibility, first_token, hasattr(pool.selector, "note"))
-    chosen = None if pool.selector is None else pool.selector.select(query, layer, pool)
+    selector = pool.selector_of(layer)
+    # A user's selector may have `note` or not, behind one that always has.
+    is_noted = bool(getattr(selector, "has_note", hasattr(selector, "note")))
+    step = _Step(state, query, rule, visibility, first_token, is_noted)
+    chosen = None if selector is None else selector.select(query, layer, pool)
     is_read = step.find_read(chosen)
     c, b, h = np.nonzero(is_read.transpose(2, 0, 1))  # block after block
     pages = state.table[b, c + step.first_block]
@@ -88,7 +91,7 @@ def _attend_few(
     if not step.parts:
         step.attend(*np.zeros((4, 0), dtype=np.int64))
     if step.is_noted:
-        pool.selector.note(layer, *step.shares(is_read))
+        selector.note(layer, *step.shares(is_read))
     return step.parts
 
 

@@ -13,6 +13,7 @@ from penstock.kv._device import DeviceTier
 from penstock.kv._layout import BlockLayout
 from penstock.kv._lower import Buffer, LowerTiers, PageTable
 from penstock.memory import Ledger, Link
+from penstock.memory.raw_memory import copy_bytes
 
 
 @dataclass(eq=False)
@@ -78,13 +79,18 @@ class BlockWrites:
         keys, values = keys.unflatten(2, shape), values.unflatten(2, shape)
         batch_size, num_blocks = keys.shape[0], keys.shape[2]
         # In the order in which attention reads them: block after block, in each all sequences.
-        pages = self._pages.take(batch_size * num_blocks)
+        pages = self._pages.take(batch_size * num_blocks, layer)
         blocks = [(keys[i % batch_size, :, i // batch_size], values[i % batch_size, :, i // batch_size]) for i in range(len(pages))]
         num_resident = min(len(pages), self._device.room(layout) // layout.num_heads)
-        for page, (some_keys, some_values) in zip(pages[:num_resident].tolist(), blocks, strict=False):
-            for head in range(layout.num_heads):
-                slot = self._device.put(layout, page * layout.num_heads + head)
-                _fill(layout, slot, some_keys[head], some_values[head])
+        records = pages[:num_resident, None] * layout.num_heads + np.arange(layout.num_heads)
+        admitted, addresses = self._device.admit(layout, records.ravel())
+        assert len(admitted) == records.size, "there is room"
+        places = dict(zip(admitted.tolist(), addresses.tolist(), strict=True))
+        record = torch.empty(layout.record_items, dtype=layout.dtype)
+        for some_records, (some_keys, some_values) in zip(records.tolist(), blocks, strict=False):
+            for head, number in enumerate(some_records):
+                _fill(layout, record, some_keys[head], some_values[head])
+                copy_bytes(places[number], record.data_ptr(), layout.record_bytes)
         self._store_below(layer, layout, pages[num_resident:], blocks[num_resident:])
         return pages.reshape(num_blocks, batch_size).T
 
@@ -170,15 +176,31 @@ class RecordReads:
         addresses = self._device.find(layout, records)
         in_host = (addresses == 0) & (self._pages.host[pages] != 0)
         self._count(layout, is_new, addresses != 0, in_host)
-        there = self._pages.host[pages[in_host]] + heads[in_host] * layout.record_bytes
-        addresses[in_host] = there
-        missing = addresses == 0
-        if not missing.any():
-            yield order, addresses
-            return
-        self._device.wait()  # what is still being written is not read before
-        wanted = _Wanted(order, pages, heads, addresses, missing, is_new & missing)
-        yield from self._stream_missing(layout, wanted)
+        residency = self._device.residency(layout)
+        residency.touch(records[is_new])
+        hits = records[is_new & (addresses != 0)]
+        residency.pin(hits)  # none of them loses its slot before it was read
+        try:
+            there = self._pages.host[pages[in_host]] + heads[in_host] * layout.record_bytes
+            addresses[in_host] = there
+            self._admit(layout, records[is_new & in_host], addresses[is_new & in_host])
+            missing = addresses == 0
+            if not missing.any():
+                yield order, addresses
+                return
+            self._device.wait()  # what is still being written is not read before
+            wanted = _Wanted(order, pages, heads, addresses, missing, is_new & missing)
+            yield from self._stream_missing(layout, wanted)
+        finally:
+            residency.release(hits)
+
+    def _admit(self, layout: BlockLayout, records: np.ndarray, addresses: np.ndarray) -> None:
+        """Copy those missing records to slots that are worth one."""
+        order = np.argsort(records)
+        admitted, places = self._device.admit(layout, records)
+        sources = addresses[order][np.searchsorted(records[order], admitted)]
+        for place, source in zip(places.tolist(), sources.tolist(), strict=True):
+            copy_bytes(place, source, layout.record_bytes)
 
     def _stream_missing(
         self, layout: BlockLayout, wanted: _Wanted
@@ -200,6 +222,9 @@ class RecordReads:
             missing = wanted.missing[start:end]
             place = number[start:end][missing] - i * per_buffer
             addresses[missing] = buffers[i].area.address + place * layout.record_bytes
+            first = wanted.is_first[start:end]
+            records = wanted.pages[start:end] * layout.num_heads + wanted.heads[start:end]
+            self._admit(layout, records[first], addresses[first])
             yield wanted.order[start:end], addresses
 
     def _read_group(self, layout: BlockLayout, wanted: _Wanted, start: int, end: int) -> Buffer:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from penstock.errors import CapacityError
 from penstock.kv._areas import Slots
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import Buffer
+from penstock.kv._lower import Buffer, LowerTiers, PageTable
+from penstock.kv._residency import RecordResidency
 from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
 
@@ -18,31 +19,43 @@ _BUFFER_BYTES = 4 * 2**20
 _STAGING_SHARE = 8  # a buffer takes at most this part of the budget
 
 
+@dataclass(eq=False)
 class _Residents:
-    """Slots of the records of one layout, and which record is in which."""
+    """Records of one layout: number page * H + head, slots, and which record is in which."""
 
-    def __init__(self, layout: BlockLayout) -> None:
-        self.slots = Slots(layout.record_bytes)
-        self.slot_of = np.full(0, -1, dtype=np.int64)  # by record: page * H + head
-
-    def grow(self, num_records: int) -> None:
-        if num_records > len(self.slot_of):
-            more = max(num_records, 2 * len(self.slot_of), 1024) - len(self.slot_of)
-            self.slot_of = np.concatenate([self.slot_of, np.full(more, -1, dtype=np.int64)])
+    residency: RecordResidency
+    slots: Slots
 
 
 class DeviceTier:
-    """Records that are resident, in slots; a record is there or not, its page as a whole or not.
+    """Records that are resident, in slots.
+
+    A page that was not written below yet is resident as a whole; it is written when one of its
+    records loses its slot.
 
     Args:
         budget_bytes: The most bytes of slots, staging and selectors.
+        pages: Places of pages below.
+        lower: The tiers below.
         ledger: Account of bytes.
+        half_life: Steps after which a touch of a record counts half for admission.
     """
 
-    def __init__(self, budget_bytes: int, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        pages: PageTable,
+        lower: LowerTiers,
+        ledger: Ledger,
+        *,
+        half_life: float,
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.selector_bytes = 0
+        self._pages = pages
+        self._lower = lower
         self._ledger = ledger
+        self._half_life = half_life
         self._residents: dict[BlockLayout, _Residents] = {}
         self._slot_bytes = 0
         self._buffers: list[Buffer] = []
@@ -122,40 +135,70 @@ class DeviceTier:
     def find(self, layout: BlockLayout, records: np.ndarray) -> np.ndarray:
         """Return the addresses of records, int64; 0 where they are not resident."""
         residents = self._of(layout)
-        if not len(records):
-            return np.zeros(0, dtype=np.int64)
-        residents.grow(int(records.max()) + 1)
-        slots = residents.slot_of[records]
+        slots = residents.residency.look_up(records)
         addresses = np.zeros(len(records), dtype=np.int64)
         there = slots >= 0
         addresses[there] = residents.slots.addresses(slots[there])
         return addresses
 
-    def put(self, layout: BlockLayout, record: int) -> torch.Tensor:
-        """Return the slot of a record that becomes resident, flat, to be filled at once."""
-        residents = self._of(layout)
-        residents.grow(record + 1)
-        slot = residents.slots.take()
-        residents.slot_of[record] = slot
-        self._count(layout.record_bytes)
-        return residents.slots.view(slot, layout.dtype)
+    def residency(self, layout: BlockLayout) -> RecordResidency:
+        """Return which records of a layout are in which slot."""
+        return self._of(layout).residency
 
-    def drop(self, layout: BlockLayout, page: int) -> None:
-        """Forget the records of a page."""
+    def admit(self, layout: BlockLayout, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give slots to records that are worth one, to be filled at once.
+
+        Args:
+            layout: Their layout.
+            records: Distinct records without a slot.
+
+        Returns:
+            The records that have one now, and its address; both int64.
+        """
         residents = self._of(layout)
-        first = page * layout.num_heads
-        residents.grow(first + layout.num_heads)
-        for record in range(first, first + layout.num_heads):
-            slot = int(residents.slot_of[record])
-            if slot >= 0:
-                residents.slot_of[record] = -1
-                residents.slots.give_back(slot)
-                self._count(-layout.record_bytes)
+        residency = residents.residency
+        if residency.num_resident < residency.num_slots:
+            records = records[: self.room(layout)]
+        if not len(records):
+            return records, records
+        admitted, slots, evicted = residency.admit(records)
+        if len(slots):
+            residents.slots.reach(int(slots.max()) + 1)
+        addresses = residents.slots.addresses(slots)
+        if len(evicted):
+            self._save(layout, evicted, addresses[len(addresses) - len(evicted) :])
+        self._count((len(admitted) - len(evicted)) * layout.record_bytes)
+        return admitted, addresses
+
+    def _save(self, layout: BlockLayout, evicted: np.ndarray, addresses: np.ndarray) -> None:
+        """Write the pages of records that lost their slots, where this was not done before."""
+        heads = np.arange(layout.num_heads)
+        for page in np.unique(evicted // layout.num_heads).tolist():
+            if self._pages.is_below(page):
+                continue
+            records = page * layout.num_heads + heads
+            places = self.find(layout, records)
+            of_page = evicted // layout.num_heads == page
+            places[evicted[of_page] % layout.num_heads] = addresses[of_page]
+            assert places.all(), "a page that is nowhere else is resident as a whole"
+            self._lower.save(page, layout, places)
+
+    def drop(self, layout: BlockLayout, pages: np.ndarray) -> None:
+        """Forget the records of pages."""
+        residency = self._of(layout).residency
+        heads = np.arange(layout.num_heads)
+        records = (pages[:, None] * layout.num_heads + heads).ravel()
+        num_resident = int((residency.look_up(records) >= 0).sum())
+        residency.drop(records)
+        self._count(-num_resident * layout.record_bytes)
 
     def _of(self, layout: BlockLayout) -> _Residents:
         residents = self._residents.get(layout)
         if residents is None:
-            residents = self._residents[layout] = _Residents(layout)
+            left = max(0, self.budget_bytes - self.staging_bytes)
+            residency = RecordResidency(left // layout.record_bytes, half_life=self._half_life)
+            residents = _Residents(residency, Slots(layout.record_bytes))
+            self._residents[layout] = residents
         return residents
 
     def _count(self, num_bytes: int) -> None:

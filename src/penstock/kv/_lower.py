@@ -8,7 +8,6 @@ the file, so that a run of missing records is one read.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from penstock.errors import CapacityError
 from penstock.kv._areas import Area, Slots
 from penstock.kv._layout import BlockLayout
 from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, Tier
+from penstock.memory.raw_memory import copy_bytes
 from penstock.units import format_bytes
 
 _NUM_THREADS = 2
@@ -67,6 +67,7 @@ class PageTable:
         host_slot: Slot there; int64.
         segment: Segment of the file, -1 where it is not there; int32.
         place: Place in the segment; int32.
+        layer: Layer that it belongs to; int32.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class PageTable:
         self.host_slot = np.zeros(0, dtype=np.int64)
         self.segment = np.zeros(0, dtype=np.int32)
         self.place = np.zeros(0, dtype=np.int32)
+        self.layer = np.zeros(0, dtype=np.int32)
         self._free: list[int] = []
 
     @property
@@ -82,13 +84,13 @@ class PageTable:
         """Pages that are referenced."""
         return int(np.count_nonzero(self.references))
 
-    def take(self, num_pages: int) -> np.ndarray:
-        """Return numbers of new pages, each with one reference and no place."""
+    def take(self, num_pages: int, layer: int) -> np.ndarray:
+        """Return numbers of new pages of a layer, each with one reference and no place."""
         missing = num_pages - len(self._free)
         if missing > 0:
             old = len(self.references)
             more = max(missing, old, 256)
-            for name in ("references", "host", "host_slot", "segment", "place"):
+            for name in ("references", "host", "host_slot", "segment", "place", "layer"):
                 values = getattr(self, name)
                 setattr(self, name, np.concatenate([values, np.zeros(more, values.dtype)]))
             self._free.extend(range(old + more - 1, old - 1, -1))
@@ -96,6 +98,7 @@ class PageTable:
         self.references[pages] = 1
         self.host[pages] = 0
         self.segment[pages] = -1
+        self.layer[pages] = layer
         return pages
 
     def give_back(self, page: int) -> None:
@@ -204,13 +207,17 @@ class LowerTiers:
                     self._submit(self._read, extent, address, num_bytes, int(begins[at]))
                 )
 
-    def write_records(
-        self, layer: int, page: int, layout: BlockLayout, addresses: Iterable[int]
-    ) -> None:
+    def save(self, page: int, layout: BlockLayout, addresses: np.ndarray) -> None:
         """Write a page whose records lie apart, and wait for it."""
+        view = self.host_view(page, layout)
+        if view is not None:
+            for record, address in zip(view, addresses.tolist(), strict=True):
+                copy_bytes(record.data_ptr(), address, layout.record_bytes)
+            return
+        layer = int(self._pages.layer[page])
         ((number, place, _),) = self._place(layer, np.array([page]), layout)
         begin = place * layout.page_bytes
-        for address in addresses:
+        for address in addresses.tolist():
             self._write(self._segments[number].extent, address, layout.record_bytes, begin)
             begin += layout.record_bytes
 

@@ -6,7 +6,8 @@ The newest, unfinished block of every sequence (the tail) never leaves the devic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from penstock.kv._layout import BlockLayout
 from penstock.kv._blocks import BlockWrites, LayerBlocks, RecordReads
 from penstock.kv._lower import LowerTiers, PageTable
 from penstock.kv._report import PoolReport
-from penstock.kv._selector import resolve_selector
+from penstock.kv._selector import name_of, resolve_selector
 from penstock.memory import FileStore, Ledger, Link, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
 from penstock.memory.raw_memory import copy_bytes
@@ -46,7 +47,8 @@ class BlockPool:
         device: `"cpu"`, where the device tier is the RAM of the budget.
         num_layers: Layers that will come, where known: then a budget below one block per layer is
             refused at the first `append`.
-        selector: See `penstock.kv.cache`.
+        selector: Blocks that steps of few tokens read, as of `penstock.kv.cache`.
+        selected_layers: Layers that the selector is asked for; None: all.
 
     Raises:
         ValueError, TypeError: A size is none, or the device is not the CPU.
@@ -63,23 +65,28 @@ class BlockPool:
         device: torch.device | str = "cpu",
         num_layers: int = 1,
         selector: object = "all",
+        selected_layers: Collection[int] | None = None,
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ValueError(f"device must be 'cpu', the only one that is supported; got {device}")
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1; got {block_tokens}")
         self.block_tokens = block_tokens
-        self.selector = resolve_selector(selector)
+        self._selector = resolve_selector(selector)
+        self._selected_layers = selected_layers
         self.ledger = Ledger()
         self._num_layers = num_layers
         self._alignment_bytes = 64 if store is None else DIRECT_IO_BYTES
         self._layers: dict[int, LayerBlocks] = {}
         self._pages = PageTable()
-        self._device = DeviceTier(parse_bytes(device_memory, name="device_memory"), self.ledger)
+        budget_bytes = parse_bytes(device_memory, name="device_memory")
         host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
         if host_memory is None and store is not None:
             host_bytes = 0
         self._lower = LowerTiers(self._pages, self.ledger, host_bytes, store)
+        self._device = DeviceTier(
+            budget_bytes, self._pages, self._lower, self.ledger, half_life=64 * num_layers
+        )
         self._reads = RecordReads(self._pages, self._device, self._lower, self.ledger)
         self._writes = BlockWrites(self._pages, self._device, self._lower)
         self._failure: BaseException | None = None
@@ -100,6 +107,11 @@ class BlockPool:
     def batch_size(self, layer: int) -> int:
         """Return the number of sequences; 0 before the first `append`."""
         return self._layers[layer].batch_size if layer in self._layers else 0
+
+    def selector_of(self, layer: int) -> Any:
+        """Return the selector that is asked for a layer; None where all blocks are read."""
+        is_selected = self._selected_layers is None or layer in self._selected_layers
+        return self._selector if is_selected else None
 
     def length(self, layer: int) -> int:
         """Return the number of tokens of a layer's sequences."""
@@ -151,8 +163,7 @@ class BlockPool:
             state = self._layers.get(layer)
             if state is not None and num_tokens < state.num_tokens:
                 self._crop(layer, state, num_tokens)
-        if hasattr(self.selector, "crop"):
-            self.selector.crop(num_tokens // self.block_tokens)
+        self._tell_selector("crop", layers, num_tokens // self.block_tokens)
 
     def reorder(self, index: torch.Tensor, layers: list[int] | None = None) -> None:
         """Make sequence i a copy of sequence `index[i]`; full blocks are shared, not copied.
@@ -170,8 +181,7 @@ class BlockPool:
             state = self._layers.get(layer)
             if state is not None:
                 self._reorder(state, chosen)
-        if hasattr(self.selector, "reorder"):
-            self.selector.reorder(index)
+        self._tell_selector("reorder", layers, index)
 
     def repeat(self, repeats: int, layers: list[int] | None = None) -> None:
         """Make every sequence `repeats` sequences, one after the other.
@@ -181,10 +191,9 @@ class BlockPool:
         """
         if repeats < 1:
             raise ValueError(f"repeats must be at least 1; got {repeats}")
-        for layer in self.layers() if layers is None else layers:
-            if layer in self._layers:
-                index = torch.arange(self.batch_size(layer)).repeat_interleave(repeats)
-                self.reorder(index, [layer])
+        sizes = {self.batch_size(layer) for layer in self._layers if layers is None or layer in layers}
+        if len(sizes) == 1:
+            self.reorder(torch.arange(sizes.pop()).repeat_interleave(repeats), layers)
 
     def drop_before(self, layer: int, token: int) -> None:
         """Forget the blocks of a layer that end before a token; their numbers stay taken."""
@@ -204,8 +213,7 @@ class BlockPool:
             if state is not None:
                 self._release(state.layout, state.table)
                 self.ledger.add(Tier.DEVICE, -state.tail_bytes)
-        if hasattr(self.selector, "crop"):
-            self.selector.crop(0)
+        self._tell_selector("crop", layers, 0)
 
     def keys_of(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Return the keys of full blocks, wherever they are.
@@ -240,7 +248,7 @@ class BlockPool:
         """Return bytes per tier and counts so far."""
         moved = self.ledger.moved
         return PoolReport(
-            selector="all" if self.selector is None else str(self.selector),
+            selector=name_of(self._selector),
             num_layers=len(self._layers),
             num_tokens=max((s.num_tokens for s in self._layers.values()), default=0),
             num_blocks=self._pages.num_live,
@@ -272,6 +280,12 @@ class BlockPool:
             raise PenstockError(
                 f"this pool lost tokens when a tier failed ({failure}); reset it, or make a new one"
             ) from failure
+
+    def _tell_selector(self, event: str, layers: list[int] | None, value: object) -> None:
+        """Tell the selector of a change of all layers, or of some that it is asked for."""
+        told = layers is None or any(self.selector_of(layer) is not None for layer in layers)
+        if told and hasattr(self._selector, event):
+            getattr(self._selector, event)(value)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -370,10 +384,11 @@ class BlockPool:
             )
         first_block = state.num_blocks
         state.table = np.concatenate([state.table, table], axis=1)
-        if hasattr(self.selector, "observe"):
+        selector = self.selector_of(layer)
+        if hasattr(selector, "observe"):
             shape = (num_blocks, self.block_tokens)
-            self.selector.observe(layer, first_block, keys.unflatten(2, shape))
-            self._device.set_selector_bytes(int(getattr(self.selector, "nbytes", 0)))
+            selector.observe(layer, first_block, keys.unflatten(2, shape))
+            self._device.set_selector_bytes(int(getattr(selector, "nbytes", 0)))
 
     def _crop(self, layer: int, state: LayerBlocks, num_tokens: int) -> None:
         num_blocks, num_tail = divmod(num_tokens, self.block_tokens)
@@ -420,7 +435,7 @@ class BlockPool:
         dead = np.unique(pages[self._pages.references[pages] == 0])
         if len(dead):
             self._device.settle()
+            self._device.drop(layout, dead)
         for page in dead.tolist():
-            self._device.drop(layout, page)
             self._lower.free(page, layout)
             self._pages.give_back(page)

@@ -6,13 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from penstock.kv.selectors import Accumulated, CheckedSelector, Nosa, Window
+
 if TYPE_CHECKING:
     from penstock.kv._pool import BlockPool
+
+_SHARE = 1 / 16  # of the full blocks, for selectors that are named only
+_NAMED = {"window": Window, "nosa": Nosa, "accumulated": Accumulated}
 
 
 @runtime_checkable
@@ -25,6 +29,14 @@ class Selector(Protocol):
     `(B, H, k)` and their shares of the attention weight, summed over the queries of a head;
     `reorder(index)` and `crop(num_blocks)`, called when the pool does the same; and `nbytes`,
     the bytes that it keeps, which count against the pool's budget.
+
+    Example:
+        >>> class Newest:
+        ...     def select(self, query, layer, pool):
+        ...         last = pool.num_blocks(layer) - 1
+        ...         return torch.full((query.shape[0], 2, 1), last)  # of 2 heads of keys
+        >>> isinstance(Newest(), Selector)
+        True
     """
 
     def select(self, query: torch.Tensor, layer: int, pool: BlockPool) -> torch.Tensor | None:
@@ -42,62 +54,6 @@ class Selector(Protocol):
         ...
 
 
-class Window:
-    """Selector of the first blocks (attention sinks) and the most recent ones.
-
-    Example:
-        >>> Window(num_sinks=1, num_recent=15)
-        Window(num_sinks=1, num_recent=15)
-
-    Args:
-        num_sinks: Full blocks from the beginning.
-        num_recent: Full blocks from the end, beside the unfinished one.
-
-    Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453,
-    section 3.
-    """
-
-    def __init__(self, num_sinks: int = 1, num_recent: int = 15) -> None:
-        if num_sinks < 0 or num_recent < 0:
-            raise ValueError(
-                f"num_sinks and num_recent must be at least 0; got {num_sinks} and {num_recent}"
-            )
-        self.num_sinks = num_sinks
-        self.num_recent = num_recent
-
-    def __repr__(self) -> str:
-        return f"Window(num_sinks={self.num_sinks}, num_recent={self.num_recent})"
-
-    def select(self, query: torch.Tensor, layer: int, pool: BlockPool) -> torch.Tensor | None:
-        """Return the first and the last blocks; None where these are all."""
-        num_blocks = pool.num_blocks(layer)
-        if num_blocks <= self.num_sinks + self.num_recent:
-            return None
-        recent = torch.arange(num_blocks - self.num_recent, num_blocks)
-        blocks = torch.cat([torch.arange(self.num_sinks), recent])
-        return blocks.expand(query.shape[0], pool.layout(layer).num_heads, -1)
-
-
-class FunctionSelector:
-    """Selector that asks a function of the user's.
-
-    Args:
-        function: Called as `select(query, layer, pool)`.
-    """
-
-    def __init__(
-        self, function: Callable[[torch.Tensor, int, BlockPool], torch.Tensor | None]
-    ) -> None:
-        self._function = function
-
-    def __repr__(self) -> str:
-        return getattr(self._function, "__name__", type(self._function).__name__)
-
-    def select(self, query: torch.Tensor, layer: int, pool: BlockPool) -> torch.Tensor | None:
-        """Return the function's result."""
-        return self._function(query, layer, pool)
-
-
 def resolve_selector(selector: object) -> Selector | None:
     """Turn the argument `selector` into a selector; None for `"all"`.
 
@@ -107,15 +63,21 @@ def resolve_selector(selector: object) -> Selector | None:
     """
     if selector is None or selector == "all":
         return None
-    if selector == "window":
-        return Window()
     if isinstance(selector, str):
-        raise ValueError(f"selector must be one of 'all', 'window' or an object; got {selector!r}")
-    if isinstance(selector, Selector):
+        if selector not in _NAMED:
+            names = ", ".join(["'all'", *map(repr, _NAMED)])
+            raise ValueError(f"selector must be one of {names} or an object; got {selector!r}")
+        return _NAMED[selector](share=_SHARE)
+    if type(selector).__module__.startswith(Window.__module__.rpartition(".")[0]):
+        assert isinstance(selector, Selector)
         return selector
-    if callable(selector):
-        return FunctionSelector(selector)
-    raise TypeError(
-        "selector must be a name, an object with select(query, layer, pool) or a function; got "
-        f"{type(selector).__name__}"
-    )
+    return CheckedSelector(selector)
+
+
+def name_of(selector: Selector | None) -> str:
+    """Return a selector's name for reports."""
+    if selector is None:
+        return "all"
+    if isinstance(selector, CheckedSelector):
+        return selector.name
+    return type(selector).__name__

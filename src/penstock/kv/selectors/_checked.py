@@ -42,6 +42,11 @@ class CheckedSelector:
         self._num_heads: dict[int, int] = {}
 
     @property
+    def name(self) -> str:
+        """Name of the user's function or class."""
+        return self._name
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the user's selector says it keeps on the device."""
         return int(getattr(self._selector, "nbytes", 0))

@@ -147,8 +147,9 @@ def cache(
         host_memory: The most bytes of host memory below; None: as much as is needed, or none where
             there is a store.
         store: Directory, or `FileStore`, of the file below; None: no file.
-        selector: `"all"` (exact), `"window"`, an object with `select(query, layer, pool)` or such a
-            function: the blocks that steps of few tokens read.
+        selector: Blocks that steps of few tokens read in layers without a window: `"all"` (exact),
+            `"window"`, `"nosa"` or `"accumulated"` (a sixteenth of the blocks), or a selector, or a
+            function `(query, layer, pool) -> blocks`.
         block_tokens: Tokens of a block.
 
     Returns:
@@ -177,6 +178,7 @@ def cache(
         block_tokens=block_tokens,
         num_layers=(1 + is_pair) * sum(kind != "dummy" for kind in kinds),
         selector=selector,
+        selected_layers=[i for i, kind in enumerate(kinds) if kind in _FULL],
     )
     names = _names_of_attention(model)
     own = PooledCache(
@@ -248,7 +250,7 @@ def _check_model(model: object) -> None:
             f"model must be a transformers.PreTrainedModel; got {type(model).__name__} (of a "
             "compiled model or a wrapper, pass the model inside)"
         )
-    if not model._can_set_attn_implementation() or not model._supports_attention_backend:
+    if not model._can_set_attn_implementation():
         raise PenstockError(
             f"{type(model).__name__} computes its attention itself, not through Transformers' "
             "attention interface, which penstock.kv.cache needs; use another cache"
