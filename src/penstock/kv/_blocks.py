@@ -80,9 +80,33 @@ class BlockWrites:
         batch_size, num_blocks = keys.shape[0], keys.shape[2]
         # In the order in which attention reads them: block after block, in each all sequences.
         pages = self._pages.take(batch_size * num_blocks, layer)
-        blocks = [(keys[i % batch_size, :, i // batch_size], values[i % batch_size, :, i // batch_size]) for i in range(len(pages))]
+        places = [divmod(i, batch_size) for i in range(len(pages))]
+        blocks = [(keys[b, :, j], values[b, :, j]) for j, b in places]
         num_resident = min(len(pages), self._device.room(layout) // layout.num_heads)
-        records = pages[:num_resident, None] * layout.num_heads + np.arange(layout.num_heads)
+        try:
+            self._store_resident(layout, pages[:num_resident], blocks)
+            self._store_below(layer, layout, pages[num_resident:], blocks[num_resident:])
+        except BaseException:
+            self.free(layout, pages)
+            raise
+        return pages.reshape(num_blocks, batch_size).T
+
+    def free(self, layout: BlockLayout, pages: np.ndarray) -> None:
+        """Give back what pages occupy on all tiers, and their numbers."""
+        self._device.settle()
+        self._device.drop(layout, pages)
+        self._pages.references[pages] = 0
+        for page in pages.tolist():
+            self._lower.free(page, layout)
+            self._pages.give_back(page)
+
+    def _store_resident(
+        self,
+        layout: BlockLayout,
+        pages: np.ndarray,
+        blocks: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        records = pages[:, None] * layout.num_heads + np.arange(layout.num_heads)
         admitted, addresses = self._device.admit(layout, records.ravel())
         assert len(admitted) == records.size, "there is room"
         places = dict(zip(admitted.tolist(), addresses.tolist(), strict=True))
@@ -91,8 +115,6 @@ class BlockWrites:
             for head, number in enumerate(some_records):
                 _fill(layout, record, some_keys[head], some_values[head])
                 copy_bytes(places[number], record.data_ptr(), layout.record_bytes)
-        self._store_below(layer, layout, pages[num_resident:], blocks[num_resident:])
-        return pages.reshape(num_blocks, batch_size).T
 
     def _store_below(
         self,
@@ -212,20 +234,23 @@ class RecordReads:
         ends = np.searchsorted(group, np.arange(group[-1] + 1), side="right").tolist()
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         buffers: list[Buffer] = []
-        for i, (start, end) in enumerate(bounds):
-            while len(buffers) < min(i + self._device.num_buffers, len(bounds)):
-                buffers.append(self._read_group(layout, wanted, *bounds[len(buffers)]))
-            begin_ns = time.perf_counter_ns()
-            buffers[i].wait()
-            self._ledger.record_stall("read", begin_ns, time.perf_counter_ns())
-            addresses = wanted.addresses[start:end]
-            missing = wanted.missing[start:end]
-            place = number[start:end][missing] - i * per_buffer
-            addresses[missing] = buffers[i].area.address + place * layout.record_bytes
-            first = wanted.is_first[start:end]
-            records = wanted.pages[start:end] * layout.num_heads + wanted.heads[start:end]
-            self._admit(layout, records[first], addresses[first])
-            yield wanted.order[start:end], addresses
+        try:
+            for i, (start, end) in enumerate(bounds):
+                while len(buffers) < min(i + self._device.num_buffers, len(bounds)):
+                    buffers.append(self._read_group(layout, wanted, *bounds[len(buffers)]))
+                begin_ns = time.perf_counter_ns()
+                buffers[i].wait()
+                self._ledger.record_stall("read", begin_ns, time.perf_counter_ns())
+                addresses, some = wanted.addresses[start:end], slice(start, end)
+                place = number[some][wanted.missing[some]] - i * per_buffer
+                base = buffers[i].area.address
+                addresses[wanted.missing[some]] = base + place * layout.record_bytes
+                first = wanted.is_first[some]
+                records = wanted.pages[some] * layout.num_heads + wanted.heads[some]
+                self._admit(layout, records[first], addresses[first])
+                yield wanted.order[some], addresses
+        finally:
+            self._device.settle()  # what was read ahead and is not wanted any more
 
     def _read_group(self, layout: BlockLayout, wanted: _Wanted, start: int, end: int) -> Buffer:
         first = wanted.is_first[start:end]

@@ -77,19 +77,38 @@ class DeviceTier:
         return max(0, self.budget_bytes - used_bytes) // layout.record_bytes
 
     def set_selector_bytes(self, num_bytes: int) -> None:
-        """Count the bytes that a selector keeps.
+        """Count the bytes that a selector keeps; records make room for them.
 
         Raises:
-            CapacityError: The budget has no room for them beside what is resident.
+            CapacityError: The budget has no room for them beside the staging memory.
         """
-        used_bytes = self._slot_bytes + self.staging_bytes + num_bytes
-        if num_bytes > self.selector_bytes and used_bytes > self.budget_bytes:
+        more = num_bytes - self.selector_bytes
+        excess = self._slot_bytes + self.staging_bytes + num_bytes - self.budget_bytes
+        for layout, residents in self._residents.items():
+            if more > 0 and excess > 0:
+                excess -= self._shrink(layout, residents, -(-excess // layout.record_bytes))
+        if more > 0 and excess > 0:
             raise CapacityError(
                 f"the selector keeps {format_bytes(num_bytes)}, which device_memory="
                 f"{format_bytes(self.budget_bytes)} has no room for; raise device_memory"
             )
-        self._ledger.add(Tier.DEVICE, num_bytes - self.selector_bytes)
+        self._ledger.add(Tier.DEVICE, more)
         self.selector_bytes = num_bytes
+
+    def _shrink(self, layout: BlockLayout, residents: _Residents, num_records: int) -> int:
+        """Take the slots of so many records out of use, and free ones; return bytes set free."""
+        residency = residents.residency
+        num_free = residency.num_slots - residency.num_resident
+        evicted, slots = residency.shrink(num_free + num_records)
+        if len(evicted):
+            self._save(layout, evicted, residents.slots.addresses(slots))
+        self._count(-len(evicted) * layout.record_bytes)
+        return len(evicted) * layout.record_bytes
+
+    def restart(self) -> None:
+        """Make all slots anew, after the last record has left."""
+        assert self._slot_bytes == 0, "no record is resident"
+        self._residents.clear()
 
     def make_staging(self, layout: BlockLayout) -> None:
         """Map the buffers, each for whole pages; larger ones where a layer has larger pages."""
@@ -195,7 +214,7 @@ class DeviceTier:
     def _of(self, layout: BlockLayout) -> _Residents:
         residents = self._residents.get(layout)
         if residents is None:
-            left = max(0, self.budget_bytes - self.staging_bytes)
+            left = max(0, self.budget_bytes - self.staging_bytes - self.selector_bytes)
             residency = RecordResidency(left // layout.record_bytes, half_life=self._half_life)
             residents = _Residents(residency, Slots(layout.record_bytes))
             self._residents[layout] = residents

@@ -214,6 +214,9 @@ class BlockPool:
                 self._release(state.layout, state.table)
                 self.ledger.add(Tier.DEVICE, -state.tail_bytes)
         self._tell_selector("crop", layers, 0)
+        if not self._layers:
+            self._device.set_selector_bytes(int(getattr(self._selector, "nbytes", 0)))
+            self._device.restart()
 
     def keys_of(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Return the keys of full blocks, wherever they are.
@@ -434,8 +437,4 @@ class BlockPool:
         np.subtract.at(self._pages.references, pages, 1)
         dead = np.unique(pages[self._pages.references[pages] == 0])
         if len(dead):
-            self._device.settle()
-            self._device.drop(layout, dead)
-        for page in dead.tolist():
-            self._lower.free(page, layout)
-            self._pages.give_back(page)
+            self._writes.free(layout, dead)

@@ -168,12 +168,13 @@ class RecordResidency:
         self._record = np.full(num_slots, -1, dtype=np.int64)  # in a slot
         self._free = np.arange(num_slots)[::-1].copy()  # a stack: its first _num_free entries
         self._num_free = num_slots
+        self._num_retired = 0
         self._hand = 0
 
     @property
     def num_slots(self) -> int:
         """Number of slots, used and free."""
-        return len(self._record)
+        return len(self._record) - self._num_retired
 
     @property
     def num_resident(self) -> int:
@@ -229,6 +230,27 @@ class RecordResidency:
         self._record[slots] = admitted
         return admitted, slots, evicted
 
+    def shrink(self, num_slots: int) -> tuple[Ids, Ids]:
+        """Take slots out of use for good: free ones, then those of the records worth least.
+
+        Args:
+            num_slots: How many; fewer are taken where the others are pinned.
+
+        Returns:
+            Records that lost their slots, and these slots, both int64 `(m,)`.
+        """
+        num_free = min(num_slots, self._num_free)
+        self._num_free -= num_free
+        slots = np.flatnonzero(self._record >= 0)
+        slots = slots[self._num_pins[self._record[slots]] == 0]
+        order = np.argsort(self._worth(self._record[slots]), kind="stable")
+        slots = slots[order[: num_slots - num_free]]
+        evicted = self._record[slots]
+        self._slot[evicted] = -1
+        self._record[slots] = -1
+        self._num_retired += num_free + len(slots)
+        return evicted, slots
+
     def pin(self, ids: ArrayLike) -> None:
         """Keep records in their slots until `release` is called as often, int64 `(k,)` distinct."""
         ids = self._distinct(ids)
@@ -270,11 +292,13 @@ class RecordResidency:
         """Return slots whose records are worth less than candidates; `worth` is descending."""
         if len(worth) == 0 or self._num_free or worth[0] <= 0:
             return np.empty(0, dtype=np.int64)
-        num_seen = min(self.num_slots, max(_LEAST_SAMPLE, _SAMPLE_PER_VICTIM * len(worth)))
-        slots = (self._hand + np.arange(num_seen)) % max(self.num_slots, 1)
-        self._hand = (self._hand + num_seen) % max(self.num_slots, 1)
+        total = len(self._record)
+        num_seen = min(total, max(_LEAST_SAMPLE, _SAMPLE_PER_VICTIM * len(worth)))
+        slots = (self._hand + np.arange(num_seen)) % max(total, 1)
+        self._hand = (self._hand + num_seen) % max(total, 1)
         records = self._record[slots]
-        slots, records = slots[self._num_pins[records] == 0], records[self._num_pins[records] == 0]
+        is_open = (records >= 0) & (self._num_pins[records] == 0)
+        slots, records = slots[is_open], records[is_open]
         loss = self._worth(records)
         order = np.argsort(loss, kind="stable")[: len(worth)]
         # Best candidate against worst resident, and so on: the gain falls along the pairs.

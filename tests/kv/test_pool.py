@@ -1,0 +1,347 @@
+"""The pool against a dictionary of tensors, its bytes, and faults of the file."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.errors import PenstockError, StoreFullError, StoreReadError, StoreWriteError
+from penstock.kv import BlockPool
+from penstock.kv._attend import attend_pool
+from penstock.kv._partial import ScoreRule, attend, merge, score, weigh
+from penstock.kv._visibility import Visibility
+from penstock.memory import FileStore, _transfers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DIM = 4
+
+
+def read_all(pool: BlockPool, layer: int) -> torch.Tensor:
+    """Keys of all full blocks, `(B, H, tokens, dim)`."""
+    batch, heads = pool.batch_size(layer), pool.layout(layer).num_heads
+    blocks = torch.arange(pool.num_blocks(layer)).expand(batch, heads, -1)
+    return pool.keys_of(layer, blocks).flatten(2, 3)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of operations, against tensors that are simply kept."""
+
+    store: Path
+
+    @initialize(
+        block_tokens=st.integers(1, 5),
+        heads=st.integers(1, 3),
+        where=st.sampled_from(["host", "file", "both"]),
+        slots=st.integers(0, 6),
+        batch=st.integers(1, 3),
+    )
+    def make(self, block_tokens: int, heads: int, where: str, slots: int, batch: int) -> None:
+        self.heads = heads
+        record_bytes = 64 * math.ceil(block_tokens * 2 * DIM * 4 / 64)
+        if where != "host":
+            record_bytes = 4096 * math.ceil(record_bytes / 4096)
+        page_bytes = heads * record_bytes
+        self.pool = BlockPool(
+            device_memory=2 * page_bytes + slots * record_bytes,
+            host_memory={"host": None, "file": 0, "both": 2 * page_bytes}[where],
+            store=None if where == "host" else self.store,
+            block_tokens=block_tokens,
+            num_layers=2,
+        )
+        self.budget_bytes = 2 * page_bytes + slots * record_bytes
+        empty = torch.zeros(batch, heads, 0, DIM)
+        self.model = {layer: (empty, empty) for layer in range(2)}
+        self.generator = torch.Generator().manual_seed(block_tokens)
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.close()
+
+    @rule(layer=st.integers(0, 1), length=st.integers(1, 13))
+    def append(self, layer: int, length: int) -> None:
+        batch = self.model[layer][0].shape[0]
+        if self.pool.length(layer) == 0:
+            batch = max(batch, 1)
+        shape = (batch, self.heads, length, DIM)
+        keys, values = (torch.rand(shape, generator=self.generator) for _ in range(2))
+        self.pool.append(layer, keys, values)
+        before = [each.expand(batch, -1, -1, -1) for each in self.model[layer]]
+        self.model[layer] = (torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2))
+
+    @rule(data=st.data(), layer=st.integers(0, 1))
+    def crop(self, data: st.DataObject, layer: int) -> None:
+        length = data.draw(st.integers(0, self.model[layer][0].shape[2] + 2))
+        self.pool.crop(length, [layer])
+        keys, values = self.model[layer]
+        self.model[layer] = keys[:, :, :length], values[:, :, :length]
+
+    @precondition(lambda self: all(self.pool.length(layer) for layer in range(2)))
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        least = min(self.pool.batch_size(layer) for layer in range(2))
+        index = data.draw(st.lists(st.integers(0, least - 1), min_size=1, max_size=4))
+        self.pool.reorder(torch.tensor(index))
+        self.model = {
+            layer: (keys[index], values[index]) for layer, (keys, values) in self.model.items()
+        }
+
+    @rule(layer=st.integers(0, 1), repeats=st.integers(1, 2))
+    def repeat(self, layer: int, repeats: int) -> None:
+        if self.pool.length(layer) and self.pool.batch_size(layer) * repeats <= 6:
+            self.pool.repeat(repeats, [layer])
+            keys, values = self.model[layer]
+            self.model[layer] = (
+                keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
+            )
+
+    @rule(layer=st.integers(0, 1))
+    def reset(self, layer: int) -> None:
+        self.pool.reset([layer])
+        keys, values = self.model[layer]
+        self.model[layer] = keys[:, :, :0], values[:, :, :0]
+
+    @rule(layer=st.integers(0, 1), num_queries=st.sampled_from([1, 2, 20]))
+    def attend(self, layer: int, num_queries: int) -> None:
+        keys, values = self.model[layer]
+        if not keys.shape[2]:
+            return
+        shape = (keys.shape[0], 2 * self.heads, num_queries, DIM)
+        query = torch.rand(shape, generator=self.generator)
+        out = attend_pool(self.pool, layer, query, ScoreRule(0.5), Visibility())
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), scale=0.5
+        )
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+    @invariant()
+    def holds_the_same(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for layer, (keys, _) in self.model.items():
+            assert self.pool.length(layer) == keys.shape[2]
+            if self.pool.num_blocks(layer):
+                full = self.pool.num_blocks(layer) * self.pool.block_tokens
+                assert torch.equal(read_all(self.pool, layer), keys[:, :, :full])
+        report = self.pool.report()
+        assert report.device_bytes - report.tail_bytes <= self.budget_bytes
+
+
+def test_any_order_of_operations(store: Path):
+    machine = type("Machine", (PoolMachine,), {"store": store})
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+    machine.TestCase("runTest").runTest()
+
+
+def test_freed_blocks_give_their_bytes_back(store: Path):
+    pool = BlockPool(device_memory="16KiB", store=store, block_tokens=16)
+    for _ in range(5):
+        pool.append(0, torch.rand(1, 1, 400, 32), torch.rand(1, 1, 400, 32))
+        pool.reset()
+    report = pool.report()
+    assert (report.file_bytes, report.num_blocks, report.tail_bytes) == (0, 0, 0)
+    pool.append(0, torch.rand(1, 1, 400, 32), torch.rand(1, 1, 400, 32))
+    assert pool.report().file_bytes <= 25 * 4096
+    pool.close()
+
+
+def test_memory_of_the_process_stays_within_the_budget(store: Path):
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    pool = BlockPool(device_memory="8MiB", store=store)
+    some = torch.rand(1, 4, 1024, 64)
+    query = torch.rand(1, 8, 1, 64)
+    pool.append(0, some, some)
+    attend_pool(pool, 0, query, ScoreRule(0.1), Visibility())
+    before = resident_bytes()
+    for _ in range(63):  # 128 MiB in all
+        pool.append(0, some, some)
+    attend_pool(pool, 0, query, ScoreRule(0.1), Visibility())
+    grown = resident_bytes() - before
+    assert pool.report().file_bytes > 100 * 2**20
+    assert pool.report().peak_device_bytes <= 8 * 2**20 + pool.report().tail_bytes
+    assert grown <= 8 * 2**20 + 16 * 2**20
+    pool.close()
+
+
+def fill(pool: BlockPool, length: int = 400) -> None:
+    pool.append(0, torch.rand(1, 2, length, 32), torch.rand(1, 2, length, 32))
+
+
+def step(pool: BlockPool) -> torch.Tensor:
+    return attend_pool(pool, 0, torch.rand(1, 2, 1, 32), ScoreRule(1.0), Visibility())
+
+
+def test_a_full_disk(store: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    pool = BlockPool(device_memory="32KiB", store=store, block_tokens=16)
+    fill(pool)
+    monkeypatch.setattr(_transfers, "_pwritev", refuse)
+    with pytest.raises((StoreFullError, StoreWriteError, PenstockError)):
+        fill(pool)
+        step(pool)
+    monkeypatch.undo()
+    with pytest.raises(PenstockError, match="lost tokens"):
+        step(pool)
+    pool.reset()
+    fill(pool)
+    step(pool)
+    pool.close()
+    assert list(store.iterdir()) == []
+
+
+def test_a_store_that_is_too_small(store: Path):
+    pool = BlockPool(device_memory="32KiB", store=FileStore(store, "512KiB"), block_tokens=16)
+    with pytest.raises(StoreFullError):
+        fill(pool, 4000)
+    pool.close()
+
+
+def test_a_read_error(store: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    pool = BlockPool(device_memory="32KiB", store=store, block_tokens=16)
+    fill(pool)
+    right = step(pool)
+    assert torch.isfinite(right).all()
+    monkeypatch.setattr(_transfers, "_preadv", refuse)
+    with pytest.raises(StoreReadError):
+        step(pool)
+    monkeypatch.undo()
+    step(pool)  # nothing was lost
+    pool.close()
+
+
+def test_misses_are_the_bytes_that_are_read(store: Path):
+    pool = BlockPool(device_memory="64KiB", store=store, block_tokens=16)
+    fill(pool)
+    num_records = 2 * pool.num_blocks(0)
+    for _ in range(3):
+        before = pool.report()
+        step(pool)
+        after = pool.report()
+        hits, misses = after.num_hits - before.num_hits, after.num_misses - before.num_misses
+        assert hits + misses == num_records
+        assert hits > 0
+        assert after.read_bytes - before.read_bytes == misses * 4096
+    pool.close()
+
+
+def test_shapes_that_do_not_fit():
+    pool = BlockPool(device_memory="64KiB", block_tokens=16)
+    fill(pool, 20)
+    with pytest.raises(ValueError, match="holds 1 sequences"):
+        pool.append(0, torch.rand(2, 2, 1, 32), torch.rand(2, 2, 1, 32))
+    with pytest.raises(ValueError, match="differ in dim only"):
+        pool.append(0, torch.rand(1, 2, 1, 32), torch.rand(1, 2, 2, 32))
+    with pytest.raises(TypeError, match="float64"):
+        pool.append(1, torch.rand(1, 2, 1, 32).double(), torch.rand(1, 2, 1, 32).double())
+    with pytest.raises(IndexError):
+        pool.reorder(torch.tensor([1]))
+    assert pool.length(0) == 20
+    pool.close()
+
+
+@pytest.mark.parametrize("selector", ["window", "nosa", "accumulated"])
+def test_a_selector_of_every_block_is_exact(selector: str):
+    from penstock.kv import selectors
+
+    kind = {"window": "Window", "nosa": "Nosa", "accumulated": "Accumulated"}[selector]
+    some = torch.rand(2, 2, 300, 32)
+    pools = [
+        BlockPool(device_memory="64KiB", block_tokens=16, selector=each)
+        for each in ("all", getattr(selectors, kind)(share=1.0))
+    ]
+    outs = []
+    for pool in pools:
+        pool.append(0, some, some)
+        torch.manual_seed(1)
+        query = torch.rand(2, 4, 1, 32)
+        outs.append(attend_pool(pool, 0, query, ScoreRule(1.0), Visibility(query_start=299)))
+        pool.close()
+    torch.testing.assert_close(*outs)
+
+
+def test_window_reads_sinks_and_recent_blocks():
+    from penstock.kv.selectors import Window
+
+    keys, values = torch.rand(1, 1, 330, 32), torch.rand(1, 1, 330, 32)
+    pool = BlockPool(
+        device_memory="64KiB", block_tokens=16, selector=Window(num_blocks=4, sinks=1)
+    )
+    pool.append(0, keys, values)
+    query = torch.rand(1, 1, 1, 32)
+    out = attend_pool(pool, 0, query, ScoreRule(1.0), Visibility())
+    seen = [*range(16), *range(320 - 48, 330)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, keys[:, :, seen], values[:, :, seen], scale=1.0
+    )
+    torch.testing.assert_close(out, expected)
+    assert pool.report().num_hits + pool.report().num_misses == 4
+    pool.close()
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_parts_merge_to_the_whole(data: st.DataObject):
+    num_keys = data.draw(st.integers(1, 12))
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_keys), max_size=4)) | {num_keys})
+    torch.manual_seed(num_keys)
+    query, keys = torch.randn(2, 4, 3, 8).double(), torch.randn(2, 2, num_keys, 8).double()
+    values = torch.randn(2, 2, num_keys, 5).double()
+    softcap = data.draw(st.sampled_from([None, 2.0]))
+    visible = torch.rand(2, 1, 3, num_keys) < data.draw(st.sampled_from([0.3, 0.9]))
+    bias = torch.randn(1, 4, 3, num_keys).double()
+    rule = ScoreRule(0.7, softcap)
+    parts, first = [], 0
+    for cut in cuts:
+        some = slice(first, cut)
+        scores = score(query, keys[:, :, some], rule, bias[..., some], visible[..., some])
+        parts.append(weigh(scores, values[:, :, some]))
+        first = cut
+    scores = 0.7 * query @ keys.repeat_interleave(2, 1).mT
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = (scores + bias).masked_fill(~visible, -math.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    out, lse = merge(parts)
+    torch.testing.assert_close(out, weights @ values.repeat_interleave(2, 1))
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize("shape", [(1, 50), (40, 50), (700, 900)])
+@pytest.mark.parametrize("kind", ["causal", "all", "window", "padding"])
+def test_long_queries_in_chunks(shape: tuple[int, int], kind: str):
+    num_queries, num_keys = shape
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(2, 4, num_queries, 8), *torch.randn(2, 2, 2, num_keys, 8)
+    start = num_keys - num_queries
+    padding = torch.ones(2, num_keys, dtype=torch.bool)
+    padding[1, : num_keys // 3] = False
+    visibility = Visibility(
+        batch_size=2,
+        query_start=start,
+        is_causal=kind in ("causal", "padding"),
+        rule=(lambda b, h, q, k: (k <= q) & (k > q - 20)) if kind == "window" else None,
+        padding=padding if kind == "padding" else None,
+    )
+    out, _ = attend(query, keys, values, ScoreRule(0.4), visibility, 0)
+    q, k = torch.arange(num_queries)[:, None] + start, torch.arange(num_keys)[None]
+    seen = torch.ones(2, 1, num_queries, num_keys, dtype=torch.bool)
+    seen &= (k <= q) | (kind == "all")
+    seen &= (k > q - 20) | (kind != "window")
+    seen &= padding[:, None, None] | (kind != "padding")
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), seen, scale=0.4
+    )
+    torch.testing.assert_close(out, expected.nan_to_num(0.0), atol=1e-5, rtol=1e-5)

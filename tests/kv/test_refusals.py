@@ -1,0 +1,199 @@
+"""What `penstock.kv` refuses, by name, before it computes something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import generate, make_model, make_prompt, transformers
+
+import penstock
+from penstock.errors import CapacityError, InfeasibleError, PenstockError
+from penstock.kv.transformers._layer import KeysPlaceholder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make_cache(model: Any, budget: int | str = "64KiB", **options: Any) -> Any:
+    return penstock.kv.cache(model, device_memory=budget, block_tokens=16, **options)
+
+
+def test_gradients():
+    model, prompt = make_model("llama"), make_prompt(40)
+    with make_cache(model) as cache, pytest.raises(PenstockError, match="inference_mode"):
+        model(**prompt, past_key_values=cache)
+
+
+def test_training_mode():
+    model, prompt = make_model("llama").train(), make_prompt(40)
+    with make_cache(model) as cache, torch.no_grad():
+        with pytest.raises(PenstockError, match=r"layers\.0\.self_attn.*model\.eval"):
+            model(**prompt, past_key_values=cache)
+
+
+def test_attention_weights():
+    model, prompt = make_model("llama"), make_prompt(40)
+    with make_cache(model) as cache, torch.no_grad():
+        with pytest.raises((PenstockError, ValueError), match="output_attentions"):
+            model(**prompt, past_key_values=cache, output_attentions=True)
+
+
+def test_attention_sinks_of_gpt_oss():
+    settings = transformers.GptOssConfig(
+        vocab_size=89, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_local_experts=2,
+        num_experts_per_tok=1, pad_token_id=0,
+    )
+    model = transformers.GptOssForCausalLM(settings).eval()
+    try:
+        cache = make_cache(model)
+    except (PenstockError, ValueError):
+        return  # Transformers itself may refuse an implementation that it does not know
+    with cache, torch.no_grad(), pytest.raises(PenstockError, match="s_aux"):
+        model(**make_prompt(40), past_key_values=cache)
+
+
+def test_a_model_that_computes_attention_itself():
+    settings = transformers.BloomConfig(vocab_size=89, hidden_size=32, n_layer=2, n_head=2)
+    model = transformers.BloomForCausalLM(settings)
+    with pytest.raises(PenstockError, match="BloomForCausalLM computes its attention itself"):
+        make_cache(model)
+
+
+def test_layers_without_keys():
+    settings = transformers.Lfm2Config(
+        vocab_size=89, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )
+    with pytest.raises(PenstockError, match=r"layers of the types \['conv'\]"):
+        make_cache(transformers.Lfm2ForCausalLM(settings))
+
+
+def test_what_is_no_model():
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        make_cache(torch.nn.Linear(2, 2))
+
+
+def test_other_uses_of_keys():
+    model = make_model("llama")
+    with make_cache(model) as cache:
+        keys, _ = cache.update(torch.rand(1, 2, 5, 32), torch.rand(1, 2, 5, 32), 1)
+        assert isinstance(keys, KeysPlaceholder)
+        assert keys.shape == (1, 2, 5, 32)
+        for use in (lambda: keys.transpose(1, 2), lambda: keys + 1, lambda: keys.float() @ keys.mT):
+            with pytest.raises(PenstockError, match=r"layers\.1\.self_attn \(LlamaAttention\)"):
+                use()
+
+
+def test_another_attention_implementation():
+    model, prompt = make_model("llama"), make_prompt(40)
+    with make_cache(model) as cache:
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(PenstockError, match=r"layers\.0\.self_attn"):
+            generate(model, prompt, 2, past_key_values=cache)
+
+
+def test_masks_that_are_not_index_based():
+    from transformers.masking_utils import create_causal_mask
+
+    model = make_model("llama")
+    with make_cache(model) as cache, pytest.raises(PenstockError, match="or_mask_function"):
+        create_causal_mask(
+            config=model.config,
+            inputs_embeds=torch.zeros(1, 4, 64),
+            attention_mask=None,
+            past_key_values=cache,
+            or_mask_function=lambda b, h, q, k: q == k,
+        )
+
+
+def test_uses_of_the_mask():
+    from transformers.masking_utils import create_causal_mask
+
+    model = make_model("llama")
+    with make_cache(model) as cache:
+        mask = create_causal_mask(
+            config=model.config,
+            inputs_embeds=torch.zeros(1, 4, 64),
+            attention_mask=None,
+            past_key_values=cache,
+        )
+        assert (mask.shape, mask.dtype) == ((1, 1, 4, 4), torch.bool)
+        with pytest.raises(PenstockError, match="cuts the attention mask"):
+            mask[:, :, :2]
+        with pytest.raises(AttributeError, match="'to'"):
+            mask.to(torch.float32)
+
+
+def test_a_closed_cache():
+    model, prompt = make_model("llama"), make_prompt(40)
+    cache = make_cache(model)
+    cache.close()
+    with pytest.raises(PenstockError, match="closed"):
+        generate(model, prompt, 2, past_key_values=cache)
+
+
+def test_a_budget_below_one_block_per_layer(store: Path):
+    model, prompt = make_model("llama"), make_prompt(40)
+    least = 2 * 2 * 16 * 64 * 4  # layers, heads, tokens, numbers, bytes
+    for options in ({}, {"store": store}):
+        with make_cache(model, least - 1, **options) as cache:
+            with pytest.raises(InfeasibleError, match="one block per layer") as caught:
+                generate(model, prompt, 2, past_key_values=cache)
+            assert caught.value.minimum_device_bytes == least
+            assert cache.report().device_bytes == 0
+        with make_cache(model, least, **options) as cache:
+            generate(model, prompt, 2, past_key_values=cache)
+
+
+def test_host_memory_without_a_file_runs_full():
+    model, prompt = make_model("llama"), make_prompt(300)
+    with make_cache(model, host_memory="64KiB") as cache:
+        with pytest.raises(CapacityError, match="host_memory=64.*store="):
+            generate(model, prompt, 2, past_key_values=cache)
+        with pytest.raises(PenstockError, match="lost tokens"):
+            generate(model, prompt, 2, past_key_values=cache)
+        cache.reset()
+        generate(model, make_prompt(30, num_padding=3), 2, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"selector": "best"}, ValueError, "'window'"),
+        ({"selector": 3}, TypeError, "selector"),
+        ({"budget": "much"}, ValueError, "device_memory"),
+        ({"host_memory": -1}, ValueError, "host_memory"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        make_cache(make_model("llama"), **options)
+
+
+def test_failing_caches_leave_the_models_attention():
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    for options in ({"selector": "best"}, {"store": "/nowhere"}):
+        with pytest.raises((ValueError, PenstockError)):
+            make_cache(model, **options)
+        assert model.config._attn_implementation == before
+
+
+def test_a_crop_past_a_window():
+    model, prompt = make_model("gemma3"), make_prompt(100, batch_size=1)
+    with make_cache(model) as cache, torch.no_grad():
+        model(**prompt, past_key_values=cache)
+        with pytest.raises(RuntimeError, match="activate_past_recording"):
+            cache.crop(-3)
+        with pytest.raises(ValueError, match="negative"):
+            cache.crop(3)
+
+
+def test_selectors_that_name_no_block():
+    model, prompt = make_model("llama"), make_prompt(100, batch_size=1)
+    with make_cache(model, selector=lambda q, layer, pool: torch.full((1, 2, 1), 99)) as cache:
+        with pytest.raises(ValueError, match="99"):
+            generate(model, prompt, 3, past_key_values=cache)
