@@ -1,4 +1,4 @@
-"""Simulation of the device tier: hit rates and bytes of recorded selections, without the tensors."""
+"""Simulation of the device tier: hit rates and bytes of recorded selections."""
 
 from __future__ import annotations
 
