@@ -161,14 +161,18 @@ class BlockSummaries:
         """Return the number of blocks of a layer."""
         return self._count.get(layer, 0)
 
-    def append(self, layer: int, first_block: int, parts: Sequence[Tensor]) -> None:
-        """Set the parts of blocks from `first_block` on, and forget later ones."""
+    def check_first(self, layer: int, first_block: int) -> None:
+        """Raise `ValueError` if blocks before `first_block` are missing."""
         count = self.count(layer)
         if first_block > count:
             raise ValueError(
                 f"layer {layer}: blocks {count} to {first_block - 1} were never shown to the "
                 "selector; a selector must be given to the pool before the first token"
             )
+
+    def append(self, layer: int, first_block: int, parts: Sequence[Tensor]) -> None:
+        """Set the parts of blocks from `first_block` on, and forget later ones."""
+        self.check_first(layer, first_block)
         end = first_block + parts[0].shape[2]
         room = self._room.get(layer)
         if room is None or room[0].shape[2] < end:

@@ -142,6 +142,7 @@ class Nosa(BudgetSelector):
     def _difference(self, layer: int, first_block: int, means: Tensor) -> Tensor:
         """Return one less the least cosine of a block's means to the mean of the keys up to it."""
         sums = means.mean(dim=3).cumsum(dim=2)
+        self._summaries.check_first(layer, first_block)
         if first_block:
             earlier, _ = self._summaries.read(layer, self._summaries.count(layer))
             sums = sums + earlier[:, :, :first_block].float().mean(dim=3).sum(dim=2, keepdim=True)
