@@ -45,6 +45,11 @@ class CheckedSelector:
             self.note = selector.note
 
     @property
+    def name(self) -> str:
+        """Name of the user's function or class."""
+        return self._name
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the user's selector says it keeps on the device."""
         return int(getattr(self._selector, "nbytes", 0))

@@ -1,0 +1,265 @@
+"""Attention of few tokens over records of keys and values where they lie, by address, on the CPU.
+
+The work is done in C++ (`attention.cpp`), which reads each record once for all query heads that
+share it. Without a compiler torch does it, a KV head after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.codegen import THREADS, load_optional_library
+
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_pack_call = struct.Struct("8P16q2d").pack  # `struct Call` of `attention.cpp`
+
+
+def attend_records(
+    query: Tensor,
+    addresses: Tensor,
+    counts: Tensor,
+    *,
+    block_tokens: int,
+    value_dim: int,
+    scale: float,
+    softcap: float | None = None,
+    visible: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    with_block_lse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend to records of keys and values in RAM, given by their addresses.
+
+    Sums are float32. The result does not depend on the number of threads, which is torch's.
+
+    Example:
+        >>> record = torch.ones(2 * 64 * 8)  # 64 keys of 8 elements, then 64 values
+        >>> address = torch.tensor([[[record.data_ptr()]]])
+        >>> count = torch.tensor([[[64]]], dtype=torch.int32)
+        >>> out, lse, _ = attend_records(
+        ...     torch.ones(1, 4, 1, 8), address, count, block_tokens=64, value_dim=8, scale=0.5
+        ... )
+        >>> tuple(out.shape), round(float(lse[0, 0, 0]), 4)  # 0.5 * 8 + log 64
+        ((1, 4, 1, 8), 8.1589)
+
+    Args:
+        query: Shape `(B, Hq, n, dk)`, any floating dtype; query heads `h * G` to `h * G + G` share
+            KV head `h`.
+        addresses: int64 `(B, H, k)`: the first byte of each record, `block_tokens` keys of `dk`
+            elements and then as many values of `value_dim`. The records stay alive, and unchanged,
+            until the call returns.
+        counts: int32 `(B, H, k)`: tokens that are valid in each record, 0 to `block_tokens`. The
+            others are not read.
+        block_tokens: Tokens of a record.
+        value_dim: Elements of a value.
+        scale: Factor of the products of queries and keys.
+        softcap: c of c * tanh(score / c); None for none.
+        visible: bool `(B, n, k * block_tokens)`, or `(B, H, n, k * block_tokens)` where it differs
+            by KV head: whether a token may be seen; None for all.
+        bias: Added to the scores: `(Hq, n, k * block_tokens)`, or `(B, Hq, n, k * block_tokens)`.
+        dtype: Of the records: float32, float16 or bfloat16; None for that of `query`.
+        with_block_lse: Whether the log-sum-exp of each record is wanted.
+
+    Returns:
+        The output, float32 `(B, Hq, n, value_dim)`, zero where nothing is visible; its log-sum-exp
+        of scores, float32 `(B, Hq, n)`, -inf where nothing is visible; and that of each record,
+        `(B, Hq, n, k)`, or None. The last is -inf where a record's share is below 1e-37.
+
+    Raises:
+        TypeError: A tensor has a dtype that is not supported.
+        ValueError: A shape does not fit, a count is out of range, or a tensor is not on the CPU.
+    """
+    dtype = query.dtype if dtype is None else dtype
+    _check(query, addresses, counts, dtype, block_tokens, value_dim)
+    batch, heads, num_tokens, key_dim = query.shape
+    width = addresses.shape[2] * block_tokens
+    kv_heads = addresses.shape[1]
+    visible = _expand("visible", visible, (batch, kv_heads, num_tokens, width), unsqueeze=1)
+    bias = _expand("bias", bias, (batch, heads, num_tokens, width), unsqueeze=0)
+    if visible is not None and visible.dtype != torch.bool:
+        raise TypeError(f"visible has the dtype {visible.dtype}, but must be bool")
+    query = query.detach().float().contiguous()
+    addresses, counts = addresses.contiguous(), counts.contiguous()
+    bias = None if bias is None else _with_unit_stride(bias.detach().float())
+    visible = None if visible is None else _with_unit_stride(visible)
+    out = torch.empty(batch, heads, num_tokens, value_dim)
+    lse = torch.empty(batch, heads, num_tokens)
+    block_lse = None
+    if with_block_lse:
+        block_lse = torch.empty(batch, heads, num_tokens, addresses.shape[2])
+    if out.numel() == 0:
+        return out, lse, block_lse
+    library = _library()
+    if library is None:
+        call = (scale, softcap or 0.0, visible, bias)
+        _attend_by_torch(query, addresses, counts, dtype, block_tokens, call, (out, lse, block_lse))
+        return out, lse, block_lse
+    library.penstock_attend_records(
+        _pack_call(
+            *(query.data_ptr(), addresses.data_ptr(), counts.data_ptr()),
+            *(_pointer(visible), _pointer(bias)),
+            *(out.data_ptr(), lse.data_ptr(), _pointer(block_lse)),
+            *(batch, kv_heads, heads // kv_heads * num_tokens, num_tokens),
+            *(addresses.shape[2], block_tokens, key_dim, value_dim),
+            *(_KINDS[dtype], torch.get_num_threads()),
+            *((0, 0, 0) if visible is None else visible.stride()[:3]),
+            *((0, 0, 0) if bias is None else bias.stride()[:3]),
+            *(scale, softcap or 0.0),
+        )
+    )
+    return out, lse, block_lse
+
+
+def _check(
+    query: Tensor,
+    addresses: Tensor,
+    counts: Tensor,
+    dtype: torch.dtype,
+    block_tokens: int,
+    value_dim: int,
+) -> None:
+    """Refuse operands whose memory could not be read as it is."""
+    if dtype not in _KINDS or not query.is_floating_point():
+        raise TypeError(
+            f"query has the dtype {query.dtype} and records have {dtype}, but records must be "
+            "float32, float16 or bfloat16: convert them, or pass their dtype"
+        )
+    if addresses.dtype != torch.int64 or counts.dtype != torch.int32:
+        raise TypeError(
+            f"addresses have the dtype {addresses.dtype} and counts {counts.dtype}, but must have "
+            "int64 and int32"
+        )
+    devices = {each.device.type for each in (query, addresses, counts)}
+    if devices != {"cpu"}:
+        raise ValueError(f"operands are on {sorted(devices)}, but must be on the CPU")
+    if query.dim() != 4 or addresses.dim() != 3 or counts.shape != addresses.shape:
+        raise ValueError(
+            f"query has the shape {tuple(query.shape)}, addresses {tuple(addresses.shape)} and "
+            f"counts {tuple(counts.shape)}, but must have (B, Hq, n, dk), (B, H, k) and (B, H, k)"
+        )
+    batch, heads = query.shape[:2]
+    if addresses.shape[0] != batch or heads % max(addresses.shape[1], 1):
+        raise ValueError(
+            f"query has {heads} heads in a batch of {batch}, which must be a multiple of the KV "
+            f"heads in the same batch; addresses have the shape {tuple(addresses.shape)}"
+        )
+    if (
+        block_tokens < 1
+        or value_dim < 1
+        or query.shape[3] < 1
+        or (heads and not addresses.shape[1])
+    ):
+        raise ValueError(
+            f"block_tokens is {block_tokens}, value_dim {value_dim} and the shape of query "
+            f"{tuple(query.shape)}, with {addresses.shape[1]} KV heads: all must be at least 1"
+        )
+    if counts.numel() > 0:
+        least, most = (int(each) for each in torch.aminmax(counts))
+        if least < 0 or most > block_tokens:
+            raise ValueError(
+                f"counts are between {least} and {most}, but must be from 0 to block_tokens, "
+                f"{block_tokens}"
+            )
+
+
+def _expand(
+    name: str, tensor: Tensor | None, shape: tuple[int, ...], *, unsqueeze: int
+) -> Tensor | None:
+    """Return an operand with one element per score, without a copy."""
+    if tensor is None:
+        return None
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}, but must be on the CPU")
+    full = tensor.unsqueeze(unsqueeze) if tensor.dim() == 3 else tensor
+    try:
+        return full.expand(shape)
+    except RuntimeError:
+        fewer = (*shape[:unsqueeze], *shape[unsqueeze + 1 :])
+        raise ValueError(
+            f"{name} has the shape {tuple(tensor.shape)}, but must have {fewer} or {shape}"
+        ) from None
+
+
+def _with_unit_stride(tensor: Tensor) -> Tensor:
+    """Return a tensor whose tokens, the last dimension, lie one after the other."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _attend_by_torch(
+    query: Tensor,
+    addresses: Tensor,
+    counts: Tensor,
+    dtype: torch.dtype,
+    block_tokens: int,
+    call: tuple[float, float, Tensor | None, Tensor | None],
+    results: tuple[Tensor, Tensor, Tensor | None],
+) -> None:
+    """Write the results of `attend_records`, computed by torch."""
+    (scale, softcap, visible, bias), (out, lse, block_lse) = call, results
+    batch, kv_heads, num_records = addresses.shape
+    group = query.shape[1] // kv_heads
+    token = torch.arange(block_tokens)
+    for b in range(batch):
+        for h in range(kv_heads):
+            heads = slice(h * group, (h + 1) * group)
+            keys, values = _read_records(
+                addresses[b, h], counts[b, h], dtype, block_tokens, query.shape[3], out.shape[3]
+            )
+            scores = scale * query[b, heads] @ keys.t()
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            if bias is not None:
+                scores = scores + bias[b, heads]
+            is_valid = (token < counts[b, h][:, None]).flatten()
+            is_seen = is_valid if visible is None else is_valid & visible[b, h]
+            scores = scores.masked_fill(~is_seen, -torch.inf)
+            total = scores.logsumexp(-1, keepdim=True)
+            weights = (scores - total.masked_fill(total == -torch.inf, 0.0)).exp()
+            out[b, heads] = weights @ values
+            lse[b, heads] = total[..., 0]
+            if block_lse is not None:
+                blocks = scores.unflatten(-1, (num_records, block_tokens))
+                block_lse[b, heads] = blocks.logsumexp(-1)
+
+
+def _read_records(
+    addresses: Tensor,
+    counts: Tensor,
+    dtype: torch.dtype,
+    block_tokens: int,
+    key_dim: int,
+    value_dim: int,
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values of records one after the other, zero beyond their counts."""
+    keys = torch.zeros(len(addresses), block_tokens, key_dim)
+    values = torch.zeros(len(addresses), block_tokens, value_dim)
+    for i, (address, count) in enumerate(zip(addresses.tolist(), counts.tolist(), strict=True)):
+        first = address + block_tokens * key_dim * dtype.itemsize
+        for to, start in ((keys, address), (values, first)):
+            num_bytes = count * to.shape[2] * dtype.itemsize
+            if num_bytes > 0:
+                memory = (ctypes.c_char * num_bytes).from_address(start)
+                to[i, :count] = torch.frombuffer(memory, dtype=dtype).view(count, -1)
+    return keys.flatten(0, 1), values.flatten(0, 1)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    return load_optional_library(
+        "kv_attention",
+        [THREADS, Path(__file__).with_name("attention.cpp")],
+        flags=("-O3", "-march=native"),
+        functions={"penstock_attend_records": (None, [ctypes.c_char_p])},
+        work="attention over records of a KV cache is computed",
+        otherwise="by torch, slower",
+    )

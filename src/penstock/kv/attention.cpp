@@ -1,0 +1,592 @@
+// Attention of few tokens over records of keys and values by address; `_kernel.py` calls it.
+//
+// A record has T keys and then T values of one KV head. For each row q of the queries that share the
+// head, over the tokens t of all its records that are valid and visible:
+//
+//     s_t = softcap(scale q . k_t) + bias_t     m = max s_t     l = sum exp(s_t - m)
+//     out = sum exp(s_t - m) v_t / l            lse = m + log l
+//
+// Maximum and sums run along (Milakov, Gimelshein, arXiv:1805.02867) within a task of some records,
+// which are read once for all rows; tasks are merged in their order. The cut into tasks depends on
+// shapes alone, so the result does not depend on the number of threads.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+#if defined(__AVX512BW__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define UNROLLED _Pragma("GCC unroll 16")
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int64_t kLanes = 16;
+#else
+constexpr int64_t kLanes = 8;
+#endif
+typedef float Vector __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t Bits __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+constexpr int64_t kPair = 2 * kLanes;    // elements that are loaded together
+constexpr int64_t kTaskTokens = 1024;    // tokens of a task, unless one record has more
+constexpr int64_t kValueTokens = 32;     // tokens whose values a first-level cache holds
+constexpr int64_t kAheadBytes = 8192;    // distance of what is fetched ahead, across records
+constexpr float kHidden = -std::numeric_limits<float>::infinity();
+
+// As `_kernel.py` passes it; strides are of elements, that of a token is 1.
+struct Call {
+  const float* query;        // (B, H, rows, key_dim), contiguous
+  const int64_t* addresses;  // (B, H, num_records)
+  const int32_t* counts;     // (B, H, num_records)
+  const uint8_t* visible;    // or null
+  const float* bias;         // or null
+  float* out;                // (B, H, rows, value_dim)
+  float* lse;                // (B, H, rows)
+  float* record_lse;         // (B, H, rows, num_records), or null
+  int64_t batch;
+  int64_t num_heads;
+  int64_t num_rows;  // of a KV head: query heads of its group times tokens, tokens innermost
+  int64_t num_tokens;
+  int64_t num_records;
+  int64_t record_tokens;
+  int64_t key_dim;
+  int64_t value_dim;
+  int64_t kind;  // of the records' elements: 0 float, 1 half, 2 bfloat16
+  int64_t num_threads;
+  int64_t visible_batch, visible_head, visible_token;
+  int64_t bias_batch, bias_head, bias_token;  // `bias_head` is that of a query head
+  double scale;
+  double softcap;  // 0: none
+};
+
+struct Half { uint16_t bits; };
+struct Brain { uint16_t bits; };
+
+inline int64_t divide_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
+
+inline Vector load(const float* from) {
+  Vector value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof value); }
+
+inline Vector splat(float value) { return value - Vector{}; }
+
+inline Vector as_vector(Words bits) { return reinterpret_cast<Vector>(bits); }
+
+// kPair elements as two vectors, in the order that is cheapest to make: `place_of` says which.
+struct Pair {
+  Vector near, far;
+};
+
+inline Pair load_pair(const float* from) { return {load(from), load(from + kLanes)}; }
+
+inline Pair split_brains(Words words) {
+  return {as_vector(words << 16), as_vector(words & 0xffff0000u)};
+}
+
+inline Pair load_pair(const Brain* from) {
+  Words words;
+  std::memcpy(&words, from, sizeof words);
+  return split_brains(words);
+}
+
+#if defined(__AVX512F__)
+inline Pair widen_halves(__m512i words) {
+  return {reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm512_castsi512_si256(words))),
+          reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1)))};
+}
+inline Pair load_pair(const Half* from) { return widen_halves(_mm512_loadu_si512(from)); }
+#elif defined(__F16C__)
+inline Pair load_pair(const Half* from) {
+  const auto* words = reinterpret_cast<const __m128i*>(from);
+  return {reinterpret_cast<Vector>(_mm256_cvtph_ps(_mm_loadu_si128(words))),
+          reinterpret_cast<Vector>(_mm256_cvtph_ps(_mm_loadu_si128(words + 1)))};
+}
+#else
+inline Vector widen_halves(const Half* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const Words words = __builtin_convertvector(halves, Words);
+  // The exponent is 5 bits at 10, and becomes 8 bits at 23: 2^112 moves its bias from 15 to 127.
+  const Words magnitude = reinterpret_cast<Words>(as_vector((words & 0x7fffu) << 13) * 0x1p112f);
+  const Words is_special = reinterpret_cast<Words>((words & 0x7c00u) == 0x7c00u);
+  return as_vector(magnitude | (is_special & 0x7f800000u) | ((words & 0x8000u) << 16));
+}
+inline Pair load_pair(const Half* from) {
+  return {widen_halves(from), widen_halves(from + kLanes)};
+}
+#endif
+
+// Return fewer elements than kPair, and zeros.
+template <class Element>
+inline Pair load_some(const Element* from, int64_t count) {
+  Element filled[kPair] = {};
+  std::memcpy(filled, from, count * sizeof(Element));
+  return load_pair(filled);
+}
+
+#if defined(__AVX512BW__)
+inline Pair load_some(const float* from, int64_t count) {
+  const uint32_t mask = (1u << count) - 1;
+  return {reinterpret_cast<Vector>(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from)),
+          reinterpret_cast<Vector>(
+              _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), from + kLanes))};
+}
+inline Pair load_some(const Brain* from, int64_t count) {
+  const __m512i words = _mm512_maskz_loadu_epi16((1u << count) - 1, from);
+  return split_brains(reinterpret_cast<Words>(words));
+}
+inline Pair load_some(const Half* from, int64_t count) {
+  return widen_halves(_mm512_maskz_loadu_epi16((1u << count) - 1, from));
+}
+#endif
+
+template <bool IsWhole, class Element>
+inline Pair load_elements(const Element* from, int64_t count) {
+  return IsWhole ? load_pair(from) : load_some(from, count);
+}
+
+// Return the place, in two vectors of a pair, of an element.
+template <class Element>
+inline int64_t place_of(int64_t element) {
+  return std::is_same_v<Element, Brain> ? element % 2 * kLanes + element / 2 : element;
+}
+
+template <size_t... Lane>
+inline Bits lanes_from(std::index_sequence<Lane...>) {
+  return Bits{static_cast<int32_t>(Lane)...};
+}
+
+// Return the vector of left's and right's lanes that `index` names; right's begin at kLanes.
+template <int Half, bool IsFar, size_t... Lane>
+inline Vector pick(Vector left, Vector right, std::index_sequence<Lane...>) {
+  constexpr int kFar = IsFar ? Half : 0;
+#ifdef __clang__
+  return __builtin_shufflevector(left, right, (Lane / Half * 2 * Half + Lane % Half + kFar)...);
+#else
+  const Bits from = {static_cast<int32_t>(Lane / Half * 2 * Half + Lane % Half + kFar)...};
+  return __builtin_shuffle(left, right, from);
+#endif
+}
+
+using AllLanes = std::make_index_sequence<kLanes>;
+
+inline Vector larger(Vector left, Vector right) { return left <= right ? right : left; }
+
+// Add up the lanes of each of `Count` vectors: the sums are the lanes of the first vectors.
+template <int Count, int Half = kLanes / 2>
+inline void add_lanes(Vector* sums) {
+  UNROLLED for (int i = 0; i < Count / 2; ++i) {
+    const Vector left = sums[2 * i], right = sums[2 * i + 1];
+    sums[i] = pick<Half, false>(left, right, AllLanes()) + pick<Half, true>(left, right, AllLanes());
+  }
+  if constexpr (Half > 1) add_lanes<Count / 2, Half / 2>(sums);
+}
+
+template <int Half = kLanes / 2>
+inline float sum_lanes(Vector value) {
+  value = pick<Half, false>(value, value, AllLanes()) + pick<Half, true>(value, value, AllLanes());
+  if constexpr (Half > 1) return sum_lanes<Half / 2>(value);
+  return value[0];
+}
+
+template <int Half = kLanes / 2>
+inline float max_lanes(Vector value) {
+  value = larger(pick<Half, false>(value, value, AllLanes()),
+                 pick<Half, true>(value, value, AllLanes()));
+  if constexpr (Half > 1) return max_lanes<Half / 2>(value);
+  return value[0];
+}
+
+// Return exp(x) for x <= 0, within 1.2e-7 of it; 0 where that is below the least normal float.
+//
+//     n = round(x / log 2),  r = x - n log 2,  exp(x) = 2^n (1 + r + r^2 P(r))
+inline Vector exp_of(Vector x) {
+  const Vector shifted = x * 0x1.715476p+0f + 0x1.8p23f;  // the lowest bits are n
+  const Vector n = shifted - 0x1.8p23f;
+  const Vector r = (x - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;
+  Vector p = r * 0x1.6d4328p-10f + 0x1.120b74p-7f;
+  p = p * r + 0x1.5554eap-5f;
+  p = p * r + 0x1.5554dcp-3f;
+  p = p * r + 0.5f;
+  p = (p * r) * r + r;
+  p = p + 1.0f;
+  const Vector power = as_vector((reinterpret_cast<Words>(shifted) << 23) + 0x3f800000u);
+  return x < -87.0f ? Vector{} : p * power;
+}
+
+inline float exp_of(float x) { return exp_of(splat(x))[0]; }
+
+// Return tanh(x): near 0 as x + x^3 P(x^2), so that it keeps its relative precision.
+inline Vector tanh_of(Vector x) {
+  const Vector size = x < 0.0f ? -x : x, square = x * x;
+  Vector p = square * 0.00229582f - 0.00834696f;
+  p = p * square + 0.02176995f;
+  p = p * square - 0.0539594f;
+  p = p * square + 0.13333304f;
+  p = p * square - 0.33333333f;
+  const Vector near = size + size * (square * p);
+  const Vector e = exp_of(-2.0f * size);
+  const Vector value = size < 0.625f ? near : (1.0f - e) / (1.0f + e);
+  return x < 0.0f ? -value : value;
+}
+
+// Records of a task, as one row of bytes to fetch ahead.
+struct Ahead {
+  const char* now;
+  const char* next;  // the record after it, or null
+  int64_t record_bytes;
+
+  // Return the distance from a byte of this record to what is fetched while it is read.
+  int64_t distance(int64_t offset) const {
+    if (offset + kAheadBytes < record_bytes) return kAheadBytes;
+    return next == nullptr ? 0 : next - now + kAheadBytes - record_bytes;
+  }
+};
+
+template <bool Fetches, class Element>
+inline void fetch(const Element* from, int64_t distance) {
+  if (!Fetches) return;
+  const char* ahead = reinterpret_cast<const char*>(from) + distance;
+  __builtin_prefetch(ahead, 0, 3);
+  if (kPair * sizeof(Element) > kLine) __builtin_prefetch(ahead + kLine, 0, 3);
+}
+
+// Call `body` for rows by fours, then by two and one; the first ones fetch ahead for all.
+template <class Body>
+inline void for_rows(int64_t num_rows, Body body) {
+  using Four = std::integral_constant<int, 4>;
+  using Two = std::integral_constant<int, 2>;
+  using One = std::integral_constant<int, 1>;
+  int64_t row = num_rows & ~int64_t{3};
+  if (row > 0) body(Four(), std::true_type(), 0);
+  for (int64_t i = 4; i < row; i += 4) body(Four(), std::false_type(), i);
+  const bool is_first = row == 0;
+  if (num_rows & 2) {
+    is_first ? body(Two(), std::true_type(), row) : body(Two(), std::false_type(), row);
+    row += 2;
+  }
+  if (num_rows & 1)
+    row == 0 ? body(One(), std::true_type(), row) : body(One(), std::false_type(), row);
+}
+
+// Some records of one KV head, with the sums of its rows.
+template <class Element>
+struct Task {
+  const Call& call;
+  int64_t head;   // number among all of the batch
+  int64_t width;  // floats of a row of sums: whole pairs of value_dim
+  int64_t key_width;
+  int64_t padded;  // tokens of a record in whole vectors
+  const float* query;  // rows in the order of pairs, with the scale in them
+  float* scores;       // (rows, padded)
+  float* sums;         // (rows, width): of exp(s - m) v
+  float* maxima;       // (rows,)
+  float* totals;       // (rows,): of exp(s - m)
+  Vector* lane_totals;  // (rows,)
+
+  // Write q . k of `Rows` rows and kLanes keys.
+  template <int Rows, bool Fetches>
+  void score_rows(const Element* const* keys, const float* rows, float* to,
+                  int64_t distance) const {
+    constexpr int kKeys = kLanes / Rows;
+    const int64_t whole = call.key_dim / kPair * kPair, rest = call.key_dim - whole;
+    for (int part = 0; part < Rows; ++part, keys += kKeys, to += kKeys) {
+      Vector products[kLanes] = {};
+      const auto add = [&](int64_t column, auto load_key) {
+        Vector near[Rows], far[Rows];
+        UNROLLED for (int j = 0; j < Rows; ++j) {
+          near[j] = load(rows + j * key_width + column);
+          far[j] = load(rows + j * key_width + column + kLanes);
+        }
+        UNROLLED for (int i = 0; i < kKeys; ++i) {
+          fetch<Fetches>(keys[i] + column, distance);
+          const Pair key = load_key(keys[i] + column);
+          UNROLLED for (int j = 0; j < Rows; ++j) {
+            products[j * kKeys + i] += near[j] * key.near;
+            products[j * kKeys + i] += far[j] * key.far;
+          }
+        }
+      };
+      for (int64_t column = 0; column < whole; column += kPair)
+        add(column, [](const Element* from) { return load_pair(from); });
+      if (rest > 0) add(whole, [&](const Element* from) { return load_some(from, rest); });
+      add_lanes<kLanes>(products);
+      float found[kLanes];
+      store(found, products[0]);
+      UNROLLED for (int j = 0; j < Rows; ++j)
+        std::memcpy(to + j * padded, found + j * kKeys, kKeys * sizeof(float));
+    }
+  }
+
+  void score_record(const Element* keys, int64_t count, const Ahead& ahead) const {
+    const int64_t dim = call.key_dim, num_rows = call.num_rows;
+    for (int64_t token = 0; token < count; token += kLanes) {
+      const int64_t distance = ahead.distance(token * dim * static_cast<int64_t>(sizeof(Element)));
+      const Element* tile[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i)
+        tile[i] = keys + std::min(token + i, count - 1) * dim;  // the last one again
+      for_rows(num_rows, [&](auto rows, auto fetches, int64_t row) {
+        score_rows<rows(), fetches()>(tile, query + row * key_width, scores + row * padded + token,
+                                      distance);
+      });
+    }
+  }
+
+  // Cap, shift and hide the scores of a row.
+  void change_scores(int64_t row, int64_t record, int64_t count) const {
+    float* of_row = scores + row * padded;
+    const int64_t token = row % call.num_tokens, group = row / call.num_tokens;
+    const int64_t batch = head / call.num_heads, kv_head = head % call.num_heads;
+    const int64_t first = record * call.record_tokens;
+    if (call.softcap != 0) {
+      const auto cap = static_cast<float>(call.softcap), inverse = 1.0f / cap;
+      for (int64_t t = 0; t < count; t += kLanes)
+        store(of_row + t, cap * tanh_of(load(of_row + t) * inverse));
+    }
+    if (call.bias != nullptr) {
+      const int64_t query_head = kv_head * (call.num_rows / call.num_tokens) + group;
+      const float* bias = call.bias + batch * call.bias_batch + query_head * call.bias_head +
+                          token * call.bias_token + first;
+      for (int64_t t = 0; t < count; ++t) of_row[t] += bias[t];
+    }
+    if (call.visible != nullptr) {
+      const uint8_t* visible = call.visible + batch * call.visible_batch +
+                               kv_head * call.visible_head + token * call.visible_token + first;
+      for (int64_t t = 0; t < count; ++t) of_row[t] = visible[t] ? of_row[t] : kHidden;
+    }
+    for (int64_t t = count; t < divide_up(count, kLanes) * kLanes; ++t) of_row[t] = kHidden;
+  }
+
+  // Replace the scores of a record by exp(s - m); return nothing but new m and l of its rows.
+  void weigh_record(int64_t record, int64_t count) const {
+    for (int64_t row = 0; row < call.num_rows; ++row) {
+      change_scores(row, record, count);
+      float* of_row = scores + row * padded;
+      Vector most = splat(kHidden);
+      for (int64_t t = 0; t < count; t += kLanes) most = larger(most, load(of_row + t));
+      const float before = maxima[row];
+      const float now = std::max(before, max_lanes(most));
+      const float shift = now == kHidden ? 0.0f : now;  // rows that see nothing have weights of 0
+      if (now != before) {
+        const float factor = exp_of(before - shift);
+        lane_totals[row] *= factor;
+        float* sum = sums + row * width;
+        for (int64_t i = 0; i < width; i += kLanes) store(sum + i, factor * load(sum + i));
+        maxima[row] = now;
+      }
+      Vector total = {};
+      for (int64_t t = 0; t < count; t += kLanes) {
+        const Vector weight = exp_of(load(of_row + t) - shift);
+        store(of_row + t, weight);
+        total += weight;
+      }
+      lane_totals[row] += total;
+      if (call.record_lse != nullptr)
+        call.record_lse[(head * call.num_rows + row) * call.num_records + record] =
+            shift + std::log(sum_lanes(total));
+    }
+  }
+
+  // Add weights times some tokens' values to `Pairs` pairs of `Rows` rows.
+  template <int Rows, bool Fetches, int Pairs, bool IsWhole>
+  void add_values(const Element* values, int64_t num_tokens, const float* weights, float* to,
+                  int64_t rest, int64_t distance) const {
+    Vector near[Rows][Pairs], far[Rows][Pairs];
+    UNROLLED for (int j = 0; j < Rows; ++j)
+      UNROLLED for (int p = 0; p < Pairs; ++p) {
+        near[j][p] = load(to + j * width + p * kPair);
+        far[j][p] = load(to + j * width + p * kPair + kLanes);
+      }
+    for (int64_t t = 0; t < num_tokens; ++t, values += call.value_dim) {
+      float weight[Rows];
+      UNROLLED for (int j = 0; j < Rows; ++j) weight[j] = weights[j * padded + t];
+      UNROLLED for (int p = 0; p < Pairs; ++p) {
+        fetch<Fetches>(values + p * kPair, distance);
+        const Pair value = load_elements<IsWhole>(values + p * kPair, rest);
+        UNROLLED for (int j = 0; j < Rows; ++j) {
+          near[j][p] += weight[j] * value.near;
+          far[j][p] += weight[j] * value.far;
+        }
+      }
+    }
+    UNROLLED for (int j = 0; j < Rows; ++j)
+      UNROLLED for (int p = 0; p < Pairs; ++p) {
+        store(to + j * width + p * kPair, near[j][p]);
+        store(to + j * width + p * kPair + kLanes, far[j][p]);
+      }
+  }
+
+  // Add to all columns of `Rows` rows.
+  template <int Rows, bool Fetches>
+  void add_columns(const Element* values, int64_t num_tokens, const float* weights, float* to,
+                   int64_t distance) const {
+    constexpr int kMost = kLanes == 8 ? 4 / Rows : Rows == 4 ? 2 : 4;
+    constexpr int kPairs = kMost < 1 ? 1 : kMost;
+    const int64_t whole = call.value_dim / kPair * kPair;
+    int64_t column = 0;
+    for (; column + kPairs * kPair <= whole; column += kPairs * kPair)
+      add_values<Rows, Fetches, kPairs, true>(values + column, num_tokens, weights, to + column, 0,
+                                              distance);
+    for (; column < whole; column += kPair)
+      add_values<Rows, Fetches, 1, true>(values + column, num_tokens, weights, to + column, 0,
+                                         distance);
+    if (const int64_t rest = call.value_dim - whole; rest > 0)
+      add_values<Rows, Fetches, 1, false>(values + whole, num_tokens, weights, to + whole, rest,
+                                          distance);
+  }
+
+  void add_record(const Element* values, int64_t count, const Ahead& ahead) const {
+    const int64_t num_rows = call.num_rows, element = sizeof(Element);
+    const int64_t before = call.record_tokens * call.key_dim * element;
+    for (int64_t token = 0; token < count; token += kValueTokens) {
+      const int64_t num_tokens = std::min(kValueTokens, count - token);
+      const Element* from = values + token * call.value_dim;
+      const int64_t distance = ahead.distance(before + token * call.value_dim * element);
+      for_rows(num_rows, [&](auto rows, auto fetches, int64_t row) {
+        add_columns<rows(), fetches()>(from, num_tokens, scores + row * padded + token,
+                                       sums + row * width, distance);
+      });
+    }
+  }
+
+  void run(int64_t first, int64_t end) const {
+    const int64_t num_rows = call.num_rows, *at = call.addresses + head * call.num_records;
+    const int32_t* counts = call.counts + head * call.num_records;
+    const int64_t record_bytes = call.record_tokens * (call.key_dim + call.value_dim) *
+                                 static_cast<int64_t>(sizeof(Element));
+    std::fill_n(sums, num_rows * width, 0.0f);
+    std::fill_n(maxima, num_rows, kHidden);
+    std::fill_n(lane_totals, num_rows, Vector{});
+    for (int64_t record = first; record < end; ++record) {
+      const int64_t count = counts[record];
+      if (count == 0) {
+        for (int64_t row = 0; row < num_rows && call.record_lse != nullptr; ++row)
+          call.record_lse[(head * num_rows + row) * call.num_records + record] = kHidden;
+        continue;
+      }
+      int64_t next = record + 1;
+      while (next < end && counts[next] == 0) ++next;
+      const auto* keys = reinterpret_cast<const Element*>(at[record]);
+      const Ahead ahead = {reinterpret_cast<const char*>(keys),
+                           next < end ? reinterpret_cast<const char*>(at[next]) : nullptr,
+                           record_bytes};
+      score_record(keys, count, ahead);
+      weigh_record(record, count);
+      add_record(keys + call.record_tokens * call.key_dim, count, ahead);
+    }
+    for (int64_t row = 0; row < num_rows; ++row) totals[row] = sum_lanes(lane_totals[row]);
+  }
+};
+
+// Tasks of a call, with the memory of their sums.
+template <class Element>
+struct Work {
+  const Call& call;
+  int64_t task_records, num_splits, width, key_width, padded, task_floats;
+  std::unique_ptr<float[]> memory;  // of each task: sums, maxima, totals
+
+  explicit Work(const Call& of) : call(of) {
+    task_records = std::max<int64_t>(1, kTaskTokens / call.record_tokens);
+    num_splits = std::max<int64_t>(1, divide_up(call.num_records, task_records));
+    width = divide_up(call.value_dim, kPair) * kPair;
+    key_width = divide_up(call.key_dim, kPair) * kPair;
+    padded = divide_up(call.record_tokens, kLanes) * kLanes;
+    task_floats = call.num_rows * (width + 2);
+    memory.reset(new float[num_tasks() * task_floats]);
+  }
+
+  int64_t num_all_heads() const { return call.batch * call.num_heads; }
+  int64_t num_tasks() const { return num_all_heads() * num_splits; }
+
+  // Write the rows of a KV head in the order of pairs, times the scale.
+  void arrange_query(int64_t head, float* to) const {
+    const float* from = call.query + head * call.num_rows * call.key_dim;
+    const auto scale = static_cast<float>(call.scale);
+    std::fill_n(to, call.num_rows * key_width, 0.0f);
+    for (int64_t row = 0; row < call.num_rows; ++row, from += call.key_dim, to += key_width)
+      for (int64_t i = 0; i < call.key_dim; ++i)
+        to[i / kPair * kPair + place_of<Element>(i % kPair)] = scale * from[i];
+  }
+
+  void run_tasks(std::atomic<int64_t>& next) const {
+    const int64_t num_rows = call.num_rows;
+    std::vector<float> query(num_rows * key_width), scores(num_rows * padded);
+    std::vector<Vector> lane_totals(num_rows);
+    int64_t arranged = -1;
+    for (int64_t number = next++; number < num_tasks(); number = next++) {
+      const int64_t head = number / num_splits, first = number % num_splits * task_records;
+      if (head != arranged) arrange_query(head, query.data());
+      arranged = head;
+      float* sums = memory.get() + number * task_floats;
+      float* maxima = sums + num_rows * width;
+      const Task<Element> task = {call,   head,          width, key_width, padded,
+                                  query.data(), scores.data(), sums,  maxima,    maxima + num_rows,
+                                  lane_totals.data()};
+      task.run(first, std::min(first + task_records, call.num_records));
+    }
+  }
+
+  // Merge the tasks of a row: each has its sums relative to its own maximum.
+  void merge_row(int64_t head, int64_t row) const {
+    const float* first = memory.get() + head * num_splits * task_floats;
+    const int64_t maximum = call.num_rows * width + row, total = maximum + call.num_rows;
+    float most = kHidden;
+    for (int64_t i = 0; i < num_splits; ++i) {
+      const float own = first[i * task_floats + maximum];
+      most = own <= most ? most : own;
+    }
+    const float shift = most == kHidden ? 0.0f : most;
+    std::vector<float> merged(width);
+    float sum = 0.0f;
+    for (int64_t i = 0; i < num_splits; ++i) {
+      const float* task = first + i * task_floats;
+      const float factor = exp_of(task[maximum] - shift);
+      sum += factor * task[total];
+      for (int64_t j = 0; j < width; j += kLanes)
+        store(&merged[j], load(&merged[j]) + factor * load(task + row * width + j));
+    }
+    const int64_t number = head * call.num_rows + row;
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    for (int64_t i = 0; i < call.value_dim; ++i)
+      call.out[number * call.value_dim + i] =
+          inverse * merged[i / kPair * kPair + place_of<Element>(i % kPair)];
+    call.lse[number] = shift + std::log(sum);
+  }
+
+  void run() const {
+    std::atomic<int64_t> next_task = 0;
+    const auto num_threads = static_cast<int>(std::min(call.num_threads, num_tasks()));
+    parallel(num_threads, [&](int64_t, int64_t) { run_tasks(next_task); });
+    const int64_t num_rows = num_all_heads() * call.num_rows;
+    parallel(num_rows * num_splits < 256 ? 1 : num_threads, [&](int64_t thread, int64_t count) {
+      for (int64_t i = num_rows * thread / count; i < num_rows * (thread + 1) / count; ++i)
+        merge_row(i / call.num_rows, i % call.num_rows);
+    });
+  }
+};
+
+}  // namespace
+
+extern "C" void penstock_attend_records(const char* arguments) {
+  const Call& call = *reinterpret_cast<const Call*>(arguments);
+  switch (call.kind) {
+    case 0: return Work<float>(call).run();
+    case 1: return Work<Half>(call).run();
+    default: return Work<Brain>(call).run();
+  }
+}

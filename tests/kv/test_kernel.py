@@ -1,0 +1,355 @@
+"""Attention over records by address: the C++ kernel and torch's way against float64."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from penstock.kv import _kernel
+from penstock.kv._kernel import attend_records
+
+FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+TOLERANCE = 4e-6
+"""Of values near 1 and log-sum-exps below 10. Records are exact in float64, so what remains are the
+sums in float32 of up to some hundred products, each of them rounded by 2**-24."""
+
+
+@dataclasses.dataclass
+class Layer:
+    """Records of a layer with queries, and attention by its formula in float64.
+
+    The records lie in memory in another order than their numbers, and hold NaN beyond their counts.
+    """
+
+    kv_heads: int = 2
+    group: int = 1
+    num_tokens: int = 1
+    num_records: int = 5
+    block_tokens: int = 24
+    key_dim: int = 16
+    value_dim: int = 16
+    batch: int = 2
+    dtype: torch.dtype = FLOAT
+    counts: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.key_dim + 100 * self.group + 1000 * self.num_tokens)
+        shape = (self.batch, self.kv_heads, self.num_records)
+        size = self.block_tokens
+        self.query = torch.randn(
+            self.batch, self.kv_heads * self.group, self.num_tokens, self.key_dim
+        )
+        if self.counts is None:
+            self.counts = torch.randint(0, size + 1, shape, dtype=torch.int32)
+            self.counts[..., 0] = size
+        self.is_valid = torch.arange(size) < self.counts[..., None]
+        parts = [torch.randn(*shape, size, d) for d in (self.key_dim, self.value_dim)]
+        self.keys, self.values = (
+            part.to(self.dtype).masked_fill(~self.is_valid[..., None], torch.nan) for part in parts
+        )
+        places = torch.randperm(self.counts.numel())
+        self.memory = torch.empty(
+            len(places), size * (self.key_dim + self.value_dim), dtype=self.dtype
+        )
+        rows = torch.cat([self.keys.flatten(3), self.values.flatten(3)], -1).flatten(0, 2)
+        self.memory[places] = rows
+        self.addresses = (self.memory.data_ptr() + places * self.memory[0].nbytes).view(shape)
+
+    @property
+    def scale(self) -> float:
+        return self.key_dim**-0.5
+
+    def attend(self, **options):
+        return attend_records(
+            self.query,
+            self.addresses,
+            self.counts,
+            block_tokens=self.block_tokens,
+            value_dim=self.value_dim,
+            scale=options.pop("scale", self.scale),
+            dtype=self.dtype,
+            **options,
+        )
+
+    def formula(self, *, scale=None, softcap=None, visible=None, bias=None):
+        """Output, log-sum-exp and that of each record; mask and bias have one element per score."""
+        keys, values = (
+            part.double().nan_to_num().flatten(2, 3).repeat_interleave(self.group, 1)
+            for part in (self.keys, self.values)
+        )
+        scores = (self.scale if scale is None else scale) * self.query.double() @ keys.mT
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias.double()
+        seen = self.is_valid.flatten(2)[:, :, None].expand(-1, -1, self.num_tokens, -1)
+        if visible is not None:
+            seen = seen & visible
+        scores = scores.masked_fill(~seen.repeat_interleave(self.group, 1), -torch.inf)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp() @ values
+        return out, lse, scores.unflatten(-1, (self.num_records, -1)).logsumexp(-1)
+
+    def num_scores(self) -> int:
+        return self.num_records * self.block_tokens
+
+
+def assert_close(found, expected) -> None:
+    for each, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(each.double(), other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.fixture(params=["C++", "torch"])
+def way(request, monkeypatch):
+    """Both ways to the result."""
+    if request.param == "torch":
+        monkeypatch.setattr(_kernel, "_library", lambda: None)
+    else:
+        assert _kernel._library() is not None
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF, BRAIN])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"),
+    [(8, 8), (1, 3), (20, 40), (64, 64), (80, 100), (128, 128), (192, 128), (256, 250), (33, 31)],
+)
+def test_dims(dtype, key_dim, value_dim, way):
+    for group, num_tokens in ((1, 1), (4, 1), (3, 1)):
+        layer = Layer(
+            group=group,
+            num_tokens=num_tokens,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+        )
+        assert_close(layer.attend(with_block_lse=True), layer.formula())
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("num_tokens", range(1, 9))
+def test_groups_and_tokens(group, num_tokens, way):
+    layer = Layer(group=group, num_tokens=num_tokens, key_dim=40, value_dim=24)
+    assert_close(layer.attend(with_block_lse=True), layer.formula())
+
+
+@pytest.mark.parametrize("block_tokens", [1, 7, 16, 64, 100, 1500])
+def test_records_of_other_lengths_and_many_tasks(block_tokens):
+    layer = Layer(block_tokens=block_tokens, num_records=max(2, 4500 // block_tokens), group=2)
+    assert_close(layer.attend(with_block_lse=True), layer.formula())
+
+
+@pytest.mark.parametrize("number", range(25))
+def test_every_count(number, way):
+    layer = Layer(counts=torch.full((1, 2, 3), number, dtype=torch.int32), batch=1, num_records=3)
+    out, lse, block_lse = layer.attend(with_block_lse=True)
+    if number > 0:
+        assert_close((out, lse, block_lse), layer.formula())
+    else:
+        assert torch.equal(out, torch.zeros_like(out))
+        assert (lse == -torch.inf).all() and (block_lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_softcap_bias_and_visible_by_head(softcap, way):
+    layer = Layer(group=4, num_tokens=3, key_dim=24, num_records=6)
+    heads = layer.query.shape[1]
+    bias = torch.randn(layer.batch, heads, 3, layer.num_scores())
+    visible = torch.rand(layer.batch, layer.kv_heads, 3, layer.num_scores()) < 0.5
+    visible[1, 1, 2] = False  # one row sees nothing, another record is hidden from all
+    visible[..., layer.block_tokens : 2 * layer.block_tokens] = False
+    options = {"softcap": softcap, "scale": 1.5}
+    expected = layer.formula(**options, visible=visible, bias=bias)
+    found = layer.attend(**options, visible=visible, bias=bias, with_block_lse=True)
+    assert_close(found, expected)
+    assert torch.equal(found[0][1, 4:, 2], torch.zeros_like(found[0][1, 4:, 2]))
+    assert (found[1][1, 4:, 2] == -torch.inf).all()
+
+
+def test_masks_and_bias_of_three_dimensions_and_other_strides(way):
+    layer = Layer(group=2, num_tokens=4)
+    bias = torch.randn(layer.num_scores(), 4, 4).permute(1, 2, 0)
+    visible = torch.rand(layer.batch, 8, layer.num_scores())[:, ::2] < 0.7
+    expected = layer.formula(bias=bias, visible=visible[:, None])
+    assert_close(layer.attend(bias=bias, visible=visible)[:2], expected[:2])
+    one_row = bias[:1, :1]  # of all heads and tokens
+    assert_close(layer.attend(bias=one_row)[:2], layer.formula(bias=one_row)[:2])
+
+
+def test_small_scores_keep_their_precision_under_a_softcap():
+    layer = Layer(key_dim=32, num_tokens=2)
+    options = {"scale": 1e-3, "softcap": 50.0}
+    assert_close(layer.attend(**options)[1:2], layer.formula(**options)[1:2])
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF, BRAIN])
+@pytest.mark.parametrize("group", [1, 4])
+def test_threads_do_not_change_a_bit(dtype, group):
+    layer = Layer(group=group, num_records=60, block_tokens=64, key_dim=48, batch=1, dtype=dtype)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            found.append(layer.attend(with_block_lse=True))
+    finally:
+        torch.set_num_threads(before)
+    assert_close(found[0], layer.formula())
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_exponentials_are_those_of_float64():
+    """A record of one token at 0 beside one at x: their log-sum-exps differ by log(exp(x))."""
+    x = -torch.cat([torch.linspace(0, 86, 4001), torch.logspace(-8, 0, 500)])
+    records = torch.zeros(2, 2)
+    records[0, 1], records[1] = 0.0, torch.tensor([1.0, 1.0])
+    addresses = records.data_ptr() + 8 * torch.arange(2).view(1, 1, 2)
+    out, _, _ = attend_records(
+        x.view(1, 1, -1, 1),
+        addresses,
+        torch.ones(1, 1, 2, dtype=torch.int32),
+        block_tokens=1,
+        value_dim=1,
+        scale=1.0,
+    )
+    power = out.flatten().double()  # exp(x) / (1 + exp(x))
+    expected = torch.sigmoid(x.double())
+    assert float(((power - expected) / expected).abs().max()) < 3e-7
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize("value_dim", [32, 7])
+def test_every_finite_number_of_two_bytes_is_read_exactly(dtype, value_dim):
+    """The output of a record of one token is its value."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    values = numbers[numbers.isfinite()]
+    values = values[: len(values) // value_dim * value_dim].view(-1, value_dim)
+    records = torch.cat([torch.zeros(len(values), 1, dtype=dtype), values], 1)
+    addresses = records.data_ptr() + records[0].nbytes * torch.arange(len(records))
+    out, _, _ = attend_records(
+        torch.ones(len(records), 1, 1, 1),
+        addresses.view(-1, 1, 1),
+        torch.ones(len(records), 1, 1, dtype=torch.int32),
+        block_tokens=1,
+        value_dim=value_dim,
+        scale=1.0,
+        dtype=dtype,
+    )
+    assert torch.equal(out[:, 0, 0], values.float())
+
+
+def test_large_scores_and_shares_that_vanish(way):
+    layer = Layer(num_tokens=3, key_dim=16, num_records=4)
+    layer.query *= 200.0
+    out, lse, block_lse = layer.attend(with_block_lse=True)
+    expected = layer.formula()
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-6, atol=2e-4)
+    torch.testing.assert_close(out.double(), expected[0], rtol=0, atol=1e-3)
+    shares = (block_lse.double() - lse.double()[..., None]).exp()
+    torch.testing.assert_close(
+        shares, (expected[2] - expected[1][..., None]).exp(), rtol=0, atol=4e-4
+    )
+
+
+def test_nan_and_infinity_are_not_lost(way):
+    layer = Layer(batch=1, kv_heads=1)
+    layer.query[..., 0] = torch.nan
+    out, lse, _ = layer.attend()
+    assert out.isnan().all() and lse.isnan().all()
+
+
+def test_no_records_and_empty_batches(way):
+    layer = Layer()
+    for records, batch in ((0, 2), (5, 0)):
+        out, lse, block_lse = attend_records(
+            layer.query[:batch],
+            layer.addresses[:batch, :, :records],
+            layer.counts[:batch, :, :records],
+            block_tokens=24,
+            value_dim=16,
+            scale=1.0,
+            with_block_lse=True,
+        )
+        assert out.shape == (batch, 2, 1, 16) and not out.any()
+        assert (lse == -torch.inf).all()
+        assert block_lse is not None and block_lse.shape == (batch, 2, 1, records)
+
+
+def test_memory_of_no_alignment(way):
+    """Records at any address: a prefix is mapped from a file where it lies."""
+    layer = Layer(batch=1, kv_heads=1, num_records=1, dtype=HALF)
+    memory = ctypes.create_string_buffer(layer.memory.nbytes + 2)
+    address = ctypes.addressof(memory) + 2
+    ctypes.memmove(address, int(layer.addresses[0, 0, 0]), layer.memory.nbytes)
+    expected = layer.attend()
+    layer.addresses = torch.tensor([[[address]]])
+    assert all(torch.equal(a, b) for a, b in zip(layer.attend()[:2], expected[:2], strict=True))
+
+
+def test_half_precision_queries_name_the_records_dtype():
+    layer = Layer(dtype=BRAIN)
+    layer.query = layer.query.bfloat16()
+    out, _, block_lse = attend_records(
+        layer.query, layer.addresses, layer.counts, block_tokens=24, value_dim=16, scale=0.25
+    )
+    assert out.dtype == FLOAT and block_lse is None
+    assert_close([out], layer.formula()[:1])
+
+
+def test_what_cannot_be_read_is_refused_by_name():
+    layer = Layer()
+    where = {"block_tokens": 24, "value_dim": 16, "scale": 1.0}
+    query, addresses, counts = layer.query, layer.addresses, layer.counts
+    assert counts is not None
+    with pytest.raises(TypeError, match=r"records have torch.float64.*convert them"):
+        attend_records(query.double(), addresses, counts, **where)
+    with pytest.raises(TypeError, match=r"addresses have the dtype torch.int32"):
+        attend_records(query, addresses.int(), counts, **where)
+    with pytest.raises(TypeError, match=r"counts torch.int64"):
+        attend_records(query, addresses, counts.long(), **where)
+    with pytest.raises(ValueError, match=r"between 0 and 25.*block_tokens, 24"):
+        attend_records(query, addresses, counts.clamp(max=0).index_fill(2, torch.tensor(0), 25),
+                       **where)  # fmt: skip
+    with pytest.raises(ValueError, match="between -1"):
+        attend_records(query, addresses, counts - counts - 1, **where)
+    with pytest.raises(ValueError, match=r"3 heads in a batch of 2.*multiple"):
+        attend_records(torch.ones(2, 3, 1, 16), addresses, counts, **where)
+    with pytest.raises(ValueError, match="counts"):
+        attend_records(query, addresses, counts[:1], **where)
+    with pytest.raises(ValueError, match=r"must be on the CPU"):
+        attend_records(query.to("meta"), addresses, counts, **where)
+    with pytest.raises(ValueError, match="value_dim 0"):
+        attend_records(query, addresses, counts, **{**where, "value_dim": 0})
+    with pytest.raises(ValueError, match=r"visible has the shape \(2, 7\)"):
+        layer.attend(visible=torch.ones(2, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"bias has the shape \(2, 1, 9\).*\(2, 1, 120\)"):
+        layer.attend(bias=torch.ones(2, 1, 9))
+    with pytest.raises(TypeError, match="visible has the dtype"):
+        layer.attend(visible=torch.ones(2, 1, 120))
+
+
+def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch, caplog):
+    from penstock.codegen import _load
+    from penstock.errors import BuildError
+
+    def fail(*_, **__):
+        raise BuildError("there is no compiler")
+
+    monkeypatch.setattr(_load, "build_library", fail)
+    _kernel._library.cache_clear()
+    try:
+        layer = Layer(num_tokens=2)
+        with caplog.at_level(logging.INFO, logger="penstock"):
+            for _ in range(2):
+                assert_close(layer.attend()[:2], layer.formula()[:2])
+    finally:
+        _kernel._library.cache_clear()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "attention over records of a KV cache is computed by torch, slower: there is no compiler"
+    ]
