@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from _fake_pool import BATCH, HEADS, FakePool, draw_keys, draw_query
 
+from _fake_pool import BATCH, HEADS, FakePool, draw_keys, draw_query
 from penstock.kv.selectors import CheckedSelector
 
 NUM_BLOCKS = 6

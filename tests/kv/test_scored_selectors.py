@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from _fake_pool import (
     BATCH,
     BLOCK,
@@ -13,7 +14,6 @@ from _fake_pool import (
     draw_keys,
     draw_query,
 )
-
 from penstock.kv.selectors import ChannelCalibration, DoubleSparsity, Nosa
 from penstock.kv.selectors._double_sparsity import pack_4bit, unpack_4bit
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from _fake_pool import BATCH, BLOCK, GROUP, HEADS, SELECTORS, FakePool, draw_keys, draw_query
 
+from _fake_pool import BATCH, BLOCK, GROUP, HEADS, SELECTORS, FakePool, draw_keys, draw_query
 from penstock.kv.selectors import Accumulated, Window
 
 NUM_BLOCKS = 9
