@@ -15,7 +15,7 @@ _NUM_CLASSES = 16  # two classes of frequency to an octave: up to 180 touches wi
 _LEAST_SAMPLE = 256  # slots that are compared at least; the quality of 8 per victim is that of all
 _SAMPLE_PER_VICTIM = 8
 _LEAST_FIT = 2048  # touches between two fits, which take about a millisecond
-_PRIOR_TOUCHES = 1.0  # touches without reuse that every class is taken to have seen
+_PRIOR_TOUCHES = 1.0  # weight of the class below, and of no reuse below the lowest
 
 
 def _age_edges() -> Ids:
@@ -86,7 +86,7 @@ class ReuseModel:
         self._class[ids] = np.minimum(2 * octaves, _NUM_CLASSES - 1).astype(np.int64)
         self._last[ids] = self._now
         self._num_since_fit += len(ids)
-        is_early = self._now <= 64 and self._now & (self._now - 1) == 0
+        is_early = self._now & (self._now - 1) == 0
         if is_early or self._num_since_fit >= max(_LEAST_FIT, len(self._last) // 4):
             self._fit()
 
@@ -112,8 +112,12 @@ class ReuseModel:
         censored = np.bincount(cell, weight, self._touched.size).reshape(self._touched.shape)
         # At risk in an age class: what lives to its beginning, censored lives to its middle.
         reached = np.cumsum((self._touched + censored)[:, ::-1], axis=1)[:, ::-1]
-        at_risk = reached - 0.5 * censored + _PRIOR_TOUCHES
-        chance = np.clip(self._touched / at_risk, 0, 1)
+        at_risk = reached - 0.5 * censored
+        chance = np.zeros_like(at_risk)
+        below = np.zeros(len(_EDGES))  # a class with few touches behaves as the one below it
+        for one, touched in enumerate(self._touched):
+            weighted = touched + _PRIOR_TOUCHES * below
+            below = chance[one] = np.clip(weighted / (at_risk[one] + _PRIOR_TOUCHES), 0, 1)
         alive = np.cumprod(1 - chance, axis=1)
         before = np.pad(alive[:, :-1], ((0, 0), (1, 0)), constant_values=1)
         # Sums of the index's numerator and denominator from birth; differences are those from a.
@@ -221,13 +225,13 @@ class RecordResidency:
         num_free = min(len(ids), self._num_free)
         self._num_free -= num_free
         slots = self._free[self._num_free : self._num_free + num_free][::-1].copy()
+        self._assign(ids[:num_free], slots)
         victims = self._victims(worth[num_free:])
         evicted = self._record[victims]
         slots = np.concatenate([slots, victims])
         admitted = ids[: len(slots)]
         self._slot[evicted] = -1
-        self._slot[admitted] = slots
-        self._record[slots] = admitted
+        self._assign(admitted, slots)
         return admitted, slots, evicted
 
     def shrink(self, num_slots: int) -> tuple[Ids, Ids]:
@@ -284,6 +288,10 @@ class RecordResidency:
         self._record[slots] = -1
         self._slot[ids] = -1
         self._reuse.forget(ids)
+
+    def _assign(self, ids: Ids, slots: Ids) -> None:
+        self._slot[ids] = slots
+        self._record[slots] = ids
 
     def _worth(self, ids: Ids) -> NDArray[np.float64]:
         return self._cost[ids] * self._reuse.rate(ids)

@@ -1,4 +1,4 @@
-"""Simulation of the device tier: hit rates and bytes of recorded selections, without the tensors."""
+"""Simulation of the device tier: hit rates and bytes of recorded selections."""
 
 from __future__ import annotations
 
@@ -86,13 +86,7 @@ def simulate(
     """
     if policy not in _POLICIES:
         raise ValueError(f"policy must be one of {', '.join(map(repr, _POLICIES))}; got {policy!r}")
-    if (slots is None) == (budget is None):
-        raise ValueError(f"give one of slots and budget; got slots={slots!r}, budget={budget!r}")
-    if record_bytes < 1:
-        raise ValueError(f"record_bytes must be at least 1; got {record_bytes}")
-    num_slots = parse_bytes(budget, name="budget") // record_bytes if slots is None else slots
-    if num_slots < 0:
-        raise ValueError(f"slots must be at least 0; got {num_slots}")
+    num_slots = _count_slots(slots, budget, record_bytes)
     steps = [np.unique(np.asarray(step, dtype=np.int64)) for step in trace]
     if any(step.size and step[0] < 0 for step in steps):
         raise ValueError("records must be at least 0")
@@ -114,6 +108,18 @@ def simulate(
         hit_bytes=num_hits * record_bytes,
         fetched_bytes=(num_reads - num_hits) * record_bytes,
     )
+
+
+def _count_slots(slots: int | None, budget: int | str | None, record_bytes: int) -> int:
+    if record_bytes < 1:
+        raise ValueError(f"record_bytes must be at least 1; got {record_bytes}")
+    if slots is None and budget is not None:
+        return parse_bytes(budget, name="budget") // record_bytes
+    if slots is None or budget is not None:
+        raise ValueError(f"give one of slots and budget; got slots={slots!r}, budget={budget!r}")
+    if slots < 0:
+        raise ValueError(f"slots must be at least 0; got {slots}")
+    return slots
 
 
 def _run_residency(

@@ -28,8 +28,8 @@ class BudgetSelector:
     Args:
         num_blocks: Full blocks to read per sequence, KV head and layer; or give `share`.
         share: Of the full blocks, above 0 and at most 1; rounded up.
-        sinks: Blocks at the beginning that are always read.
-        recent: Newest full blocks that are always read, besides the unfinished one.
+        num_sinks: Blocks at the beginning that are always read.
+        num_recent: Newest full blocks that are always read, besides the unfinished one.
 
     Raises:
         ValueError: Not exactly one of `num_blocks` and `share` is given, or the sinks and recent
@@ -41,8 +41,8 @@ class BudgetSelector:
         *,
         num_blocks: int | None = None,
         share: float | None = None,
-        sinks: int = 1,
-        recent: int = 1,
+        num_sinks: int = 1,
+        num_recent: int = 1,
     ) -> None:
         if (num_blocks is None) == (share is None):
             raise ValueError(
@@ -50,17 +50,19 @@ class BudgetSelector:
             )
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"share must be above 0 and at most 1; got {share}")
-        if sinks < 0 or recent < 0:
-            raise ValueError(f"sinks and recent must be at least 0; got {sinks} and {recent}")
-        if num_blocks is not None and num_blocks < max(1, sinks + recent):
+        if num_sinks < 0 or num_recent < 0:
             raise ValueError(
-                f"num_blocks must hold sinks and recent, {sinks + recent} blocks, and be at least "
-                f"1; got {num_blocks}"
+                f"num_sinks and num_recent must be at least 0; got {num_sinks} and {num_recent}"
+            )
+        if num_blocks is not None and num_blocks < max(1, num_sinks + num_recent):
+            raise ValueError(
+                f"num_blocks must be at least 1 and hold num_sinks + num_recent, "
+                f"{num_sinks + num_recent} blocks; got {num_blocks}"
             )
         self._num_blocks = num_blocks
         self._share = share
-        self._sinks = sinks
-        self._recent = recent
+        self._num_sinks = num_sinks
+        self._num_recent = num_recent
         self._num_heads: dict[int, int] = {}  # KV heads by layer
 
     @property
@@ -111,7 +113,7 @@ class BudgetSelector:
         if self._num_blocks is not None:
             return self._num_blocks
         assert self._share is not None
-        return max(1, self._sinks + self._recent, math.ceil(self._share * total))
+        return max(1, self._num_sinks + self._num_recent, math.ceil(self._share * total))
 
     def _choose(self, scores: Tensor, budget: int) -> Tensor:
         """Return the `budget` best blocks, ascending, always with the sinks and recent ones."""
@@ -121,8 +123,8 @@ class BudgetSelector:
         """Return a copy of scores in which the sinks and recent blocks are infinite."""
         total = scores.shape[-1]
         scores = scores.clone()
-        scores[..., : self._sinks] = math.inf
-        scores[..., total - self._recent :] = math.inf
+        scores[..., : self._num_sinks] = math.inf
+        scores[..., total - self._num_recent :] = math.inf
         return scores
 
 
@@ -159,14 +161,18 @@ class BlockSummaries:
         """Return the number of blocks of a layer."""
         return self._count.get(layer, 0)
 
-    def append(self, layer: int, first_block: int, parts: Sequence[Tensor]) -> None:
-        """Set the parts of blocks from `first_block` on, and forget later ones."""
+    def check_first(self, layer: int, first_block: int) -> None:
+        """Raise `ValueError` if blocks before `first_block` are missing."""
         count = self.count(layer)
         if first_block > count:
             raise ValueError(
                 f"layer {layer}: blocks {count} to {first_block - 1} were never shown to the "
                 "selector; a selector must be given to the pool before the first token"
             )
+
+    def append(self, layer: int, first_block: int, parts: Sequence[Tensor]) -> None:
+        """Set the parts of blocks from `first_block` on, and forget later ones."""
+        self.check_first(layer, first_block)
         end = first_block + parts[0].shape[2]
         room = self._room.get(layer)
         if room is None or room[0].shape[2] < end:

@@ -40,6 +40,9 @@ class CheckedSelector:
         self._select: Callable[[Tensor, int, Any], Any] = select
         self._name = getattr(selector, "__name__", type(selector).__name__)
         self._num_heads: dict[int, int] = {}
+        if hasattr(selector, "note"):
+            # Weights cost time to sum: the pool does so for selectors that have this method only.
+            self.note = selector.note
 
     @property
     def name(self) -> str:
@@ -56,10 +59,6 @@ class CheckedSelector:
         self._num_heads[layer] = keys.shape[1]
         self._forward("observe", layer, first_block, keys)
 
-    def note(self, layer: int, blocks: Tensor, weights: Tensor) -> None:
-        """Hand on attention weights of blocks, both `(B, H, k)`."""
-        self._forward("note", layer, blocks, weights)
-
     def reorder(self, index: Tensor) -> None:
         """Hand on the new order of the sequences, int64 `(B,)`."""
         self._forward("reorder", index)
@@ -67,11 +66,6 @@ class CheckedSelector:
     def crop(self, num_blocks: int) -> None:
         """Hand on the number of blocks that are left."""
         self._forward("crop", num_blocks)
-
-    @property
-    def has_note(self) -> bool:
-        """True if the user's selector takes attention weights, which cost time to sum."""
-        return hasattr(self._selector, "note")
 
     def select(self, query: Tensor, layer: int, pool: BlockCounts) -> Tensor | None:
         """Return the user's choice for a query `(B, Hq, n, d)`.

@@ -81,8 +81,8 @@ class DoubleSparsity(BudgetSelector):
         channels: Per layer, the channels of each KV head, int64 `(H, r)`; see `ChannelCalibration`.
         num_blocks: Full blocks to read; or give `share`.
         share: Of the full blocks.
-        sinks: Blocks at the beginning that are always read.
-        recent: Newest full blocks that are always read.
+        num_sinks: Blocks at the beginning that are always read.
+        num_recent: Newest full blocks that are always read.
         reduce: "sum" or "max" over the queries of a KV head.
         bits: None keeps labels in the dtype of the keys; 4 keeps two channels in a byte, with a
             float16 step and offset per block and channel. r must then be even.
@@ -99,13 +99,15 @@ class DoubleSparsity(BudgetSelector):
         *,
         num_blocks: int | None = None,
         share: float | None = None,
-        sinks: int = 1,
-        recent: int = 1,
+        num_sinks: int = 1,
+        num_recent: int = 1,
         reduce: str = "sum",
         bits: int | None = None,
         scale: float | None = None,
     ) -> None:
-        super().__init__(num_blocks=num_blocks, share=share, sinks=sinks, recent=recent)
+        super().__init__(
+            num_blocks=num_blocks, share=share, num_sinks=num_sinks, num_recent=num_recent
+        )
         if reduce not in ("sum", "max"):
             raise ValueError(f'reduce must be "sum" or "max"; got {reduce!r}')
         if bits not in (None, 4):

@@ -23,21 +23,21 @@ class Nosa(BudgetSelector):
     Query-aware part: keys averaged over `pool_tokens` tokens every `stride` tokens are scored by
     the query, a block by the best of the averages that overlap it, after a softmax over the blocks,
     summed over the group. Query-independent part: a score that a block gets when it is full and
-    keeps. While no block is added, at most `query_blocks` of the blocks change from step to step.
+    keeps. While no block is added, a step changes at most `num_query_blocks` of the blocks.
 
     A model without a trained head has no such score. Then a block's is one less the least cosine
     of its averages to the mean of all keys up to it: keys unlike the rest attract attention.
 
     Example:
-        >>> selector = Nosa(num_blocks=64, query_blocks=16)
+        >>> selector = Nosa(num_blocks=64, num_query_blocks=16)
 
     Args:
         num_blocks: Full blocks to read; or give `share`.
         share: Of the full blocks.
-        query_blocks: Blocks chosen by the query; None is half of what sinks and recent blocks
+        num_query_blocks: Blocks chosen by the query; None is half of what sinks and recent blocks
             leave. At most what they leave.
-        sinks: Blocks at the beginning that are always read.
-        recent: Newest full blocks that are always read.
+        num_sinks: Blocks at the beginning that are always read.
+        num_recent: Newest full blocks that are always read.
         pool_tokens: Tokens of an average, a multiple of `stride`.
         stride: Tokens from one average to the next; divides the tokens of a block.
         scale: Of the attention's products; None is d ** -0.5.
@@ -54,22 +54,24 @@ class Nosa(BudgetSelector):
         *,
         num_blocks: int | None = None,
         share: float | None = None,
-        query_blocks: int | None = None,
-        sinks: int = 1,
-        recent: int = 1,
+        num_query_blocks: int | None = None,
+        num_sinks: int = 1,
+        num_recent: int = 1,
         pool_tokens: int = 32,
         stride: int = 16,
         scale: float | None = None,
         score: Callable[[int, Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(num_blocks=num_blocks, share=share, sinks=sinks, recent=recent)
+        super().__init__(
+            num_blocks=num_blocks, share=share, num_sinks=num_sinks, num_recent=num_recent
+        )
         if stride < 1 or pool_tokens < stride or pool_tokens % stride:
             raise ValueError(
                 f"pool_tokens must be a multiple of stride; got {pool_tokens} and {stride}"
             )
-        if query_blocks is not None and query_blocks < 0:
-            raise ValueError(f"query_blocks must be at least 0; got {query_blocks}")
-        self._query_blocks = query_blocks
+        if num_query_blocks is not None and num_query_blocks < 0:
+            raise ValueError(f"num_query_blocks must be at least 0; got {num_query_blocks}")
+        self._num_query_blocks = num_query_blocks
         self._pool_tokens = pool_tokens
         self._stride = stride
         self._scale = scale
@@ -118,14 +120,14 @@ class Nosa(BudgetSelector):
         means, scores = self._summaries.read(layer, total)
         forced = self._force(torch.zeros_like(scores)).isinf()
         left = budget - int(forced[0, 0].sum())
-        num_query = left - left // 2 if self._query_blocks is None else self._query_blocks
+        num_query = left - left // 2 if self._num_query_blocks is None else self._num_query_blocks
         fit = self._fit(query, means).masked_fill(forced, -torch.inf)
         chosen = forced.scatter(2, top_blocks(fit, min(num_query, left)), True)
         return top_blocks(scores.masked_fill(chosen, torch.inf), budget).sort(dim=-1).values
 
     def _fit(self, query: Tensor, means: Tensor) -> Tensor:
         """Return the query-aware scores, float32 `(B, H, N)`."""
-        batch, num_heads, total, per_block, _ = means.shape
+        batch, num_heads, _, per_block, _ = means.shape
         rows = split_heads(query, num_heads)
         scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
         products = rows @ means.float().flatten(2, 3).transpose(2, 3) * scale
@@ -140,6 +142,7 @@ class Nosa(BudgetSelector):
     def _difference(self, layer: int, first_block: int, means: Tensor) -> Tensor:
         """Return one less the least cosine of a block's means to the mean of the keys up to it."""
         sums = means.mean(dim=3).cumsum(dim=2)
+        self._summaries.check_first(layer, first_block)
         if first_block:
             earlier, _ = self._summaries.read(layer, self._summaries.count(layer))
             sums = sums + earlier[:, :, :first_block].float().mean(dim=3).sum(dim=2, keepdim=True)

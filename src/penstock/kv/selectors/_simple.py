@@ -12,12 +12,12 @@ class Window(BudgetSelector):
     """Sinks and the newest blocks; all that lies between is lost to the model.
 
     Example:
-        >>> selector = Window(num_blocks=8, sinks=1)  # one sink and the 7 newest full blocks
+        >>> selector = Window(num_blocks=8, num_sinks=1)  # one sink and the 7 newest full blocks
 
     Args:
         num_blocks: Full blocks to read; or give `share`, which grows with the context.
         share: Of the full blocks.
-        sinks: Blocks at the beginning among them.
+        num_sinks: Blocks at the beginning among them.
 
     Source:
         Xiao et al., "Efficient streaming language models with attention sinks", arXiv:2309.17453,
@@ -25,9 +25,9 @@ class Window(BudgetSelector):
     """
 
     def __init__(
-        self, *, num_blocks: int | None = None, share: float | None = None, sinks: int = 1
+        self, *, num_blocks: int | None = None, share: float | None = None, num_sinks: int = 1
     ) -> None:
-        super().__init__(num_blocks=num_blocks, share=share, sinks=sinks)
+        super().__init__(num_blocks=num_blocks, share=share, num_sinks=num_sinks)
 
     def _scores(self, query: Tensor, layer: int, total: int) -> Tensor:
         batch, num_heads = query.shape[0], self._num_heads[layer]
@@ -43,13 +43,13 @@ class Accumulated(BudgetSelector):
     block that is not read keeps its sum and may return.
 
     Example:
-        >>> selector = Accumulated(share=1 / 16, recent=2)
+        >>> selector = Accumulated(share=1 / 16, num_recent=2)
 
     Args:
         num_blocks: Full blocks to read; or give `share`.
         share: Of the full blocks.
-        sinks: Blocks at the beginning that are always read.
-        recent: Newest full blocks that are always read.
+        num_sinks: Blocks at the beginning that are always read.
+        num_recent: Newest full blocks that are always read.
         half_life: Steps after which a weight counts half.
 
     Source:
@@ -61,11 +61,13 @@ class Accumulated(BudgetSelector):
         *,
         num_blocks: int | None = None,
         share: float | None = None,
-        sinks: int = 1,
-        recent: int = 1,
+        num_sinks: int = 1,
+        num_recent: int = 1,
         half_life: float = 64,
     ) -> None:
-        super().__init__(num_blocks=num_blocks, share=share, sinks=sinks, recent=recent)
+        super().__init__(
+            num_blocks=num_blocks, share=share, num_sinks=num_sinks, num_recent=num_recent
+        )
         if not half_life > 0:
             raise ValueError(f"half_life must be above 0 steps; got {half_life}")
         self._keep = 0.5 ** (1 / half_life)
