@@ -3,11 +3,11 @@
     python benchmarks/_kv_kernel.py                            # all cases
     python benchmarks/_kv_kernel.py --dims 128 --keys 4096 --dtypes float32 --threads 1
 
-A call reads one layer; a pass calls several layers in turn, so many that the bytes read between two
-calls of a layer exceed LEAST_BYTES and no layer stays in a cache by accident. Arms take turns in one
-process, pass by pass, in an order that alternates; ratios are taken within a round. SDPA has its keys
-and values as it likes them, `(1, H, N, d)` each, contiguous. Where heads share keys it has two arms:
-the heads of a group as rows of the query ("SDPA folded"), and `enable_gqa`.
+A call reads one layer; a pass calls several layers in turn, so many that the bytes read between
+two calls of a layer exceed LEAST_BYTES and no layer stays in a cache by accident. Arms take turns
+in one process, pass by pass, in an order that alternates; ratios are taken within a round. SDPA has
+its keys and values as it likes them, `(1, H, N, d)` each, contiguous. Where heads share keys it has
+two arms: the heads of a group as rows of the query ("SDPA folded"), and `enable_gqa`.
 
 `kernel_rows` is what `benchmarks/kv.py` calls.
 """
