@@ -1,7 +1,7 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
 compat, solvers, units, errors, tables <- memory, codegen
-  <- activations, unified, graph, rgnn, batching <- traversal, lora <- planner <- executor
+  <- activations, unified, graph, rgnn, batching <- traversal, lora, kv <- planner <- executor
   <- report <- integrations <- cli, env
 
 No modules import each other in a circle, and none imports a private module of another package.
@@ -20,7 +20,7 @@ LAYERS = [
     {"compat", "solvers", "units", "errors", "tables", "_lazy", "_version"},
     {"memory", "codegen"},
     {"activations", "unified", "graph", "rgnn", "batching"},
-    {"traversal", "lora"},
+    {"traversal", "lora", "kv"},
     {"planner"},
     {"executor"},
     {"report"},
@@ -33,6 +33,7 @@ APART = {"activations", "unified", "rgnn", "batching"}
 ONLY = {
     "traversal": {"unified"},
     "lora": {"batching", "codegen"},
+    "kv": {"memory", "codegen"},
     "planner": {"graph", "memory", "codegen"},
     "executor": {"planner", "memory", "graph", "codegen"},
 }

@@ -1,0 +1,78 @@
+"""Memory in equal slots: mapped slab by slab as slots are used, reached by address or as a tensor.
+
+Kernels read records by address, copies are made by tensors, and files need aligned addresses; one
+mapping serves all three.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.memory.pages import map_anonymous
+from penstock.memory.raw_memory import address_of
+
+_SLAB_BYTES = 64 * 2**20
+
+
+class Area:
+    """A page-aligned mapping, which lives as long as a tensor of it does.
+
+    Attributes:
+        address: Where it begins.
+        num_bytes: Its length.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        mapping = map_anonymous(num_bytes, private=True)
+        self.address = address_of(mapping)
+        self.num_bytes = num_bytes
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def view(self, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return `num_bytes` bytes from `offset` on as a flat tensor."""
+        return self._bytes[offset : offset + num_bytes].view(dtype)
+
+
+class Slots:
+    """Slots of equal length, numbered from 0, in slabs that are mapped when they are first used.
+
+    Args:
+        slot_bytes: Length of a slot.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._slots_per_slab = max(1, _SLAB_BYTES // slot_bytes)
+        self._areas: list[Area] = []
+        self._bases = np.zeros(0, dtype=np.int64)
+        self._num_slots = 0
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """Return the number of a slot that is not in use."""
+        if self._free:
+            return self._free.pop()
+        self._num_slots += 1
+        self.reach(self._num_slots)
+        return self._num_slots - 1
+
+    def give_back(self, slot: int) -> None:
+        """Let a slot be taken again."""
+        self._free.append(slot)
+
+    def addresses(self, slots: np.ndarray) -> np.ndarray:
+        """Return the addresses of slots, both int64."""
+        slab, place = np.divmod(slots, self._slots_per_slab)
+        return self._bases[slab] + place * self.slot_bytes
+
+    def view(self, slot: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a slot as a flat tensor."""
+        slab, place = divmod(slot, self._slots_per_slab)
+        return self._areas[slab].view(place * self.slot_bytes, self.slot_bytes, dtype)
+
+    def reach(self, num_slots: int) -> None:
+        """Map the slots below `num_slots`, which the caller numbers itself."""
+        while len(self._areas) * self._slots_per_slab < num_slots:
+            self._areas.append(Area(self._slots_per_slab * self.slot_bytes))
+            self._bases = np.array([area.address for area in self._areas], dtype=np.int64)

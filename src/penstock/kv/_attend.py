@@ -1,0 +1,279 @@
+"""Attention of queries over a layer of a pool.
+
+Steps of few tokens read records where they lie: resident ones in their slots, the tail, missing
+ones in a buffer that they pass through. Long calls gather blocks group by group. Both add up
+partial results in the order of the tokens, so that memory is the budget and not the context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from penstock.kv._blocks import LayerBlocks
+from penstock.kv._kernel import attend_records
+from penstock.kv._partial import ScoreRule, attend, merge, nothing
+from penstock.kv._pool import BlockPool
+from penstock.kv._visibility import Visibility
+from penstock.memory.raw_memory import copy_bytes
+
+FEW_TOKENS = 16
+"""The most queries of a step that reads records where they lie."""
+_GROUP_BYTES = 4 * 2**20  # of blocks that a long call gathers at once
+
+_QUERIES = 1024  # that visibility is evaluated for at once
+
+_Part = tuple[torch.Tensor, torch.Tensor]
+
+
+def attend_pool(
+    pool: BlockPool,
+    layer: int,
+    query: torch.Tensor,
+    rule: ScoreRule,
+    visibility: Visibility,
+    *,
+    first_token: int = 0,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the attention of queries over the tokens of a layer.
+
+    Args:
+        pool: The pool.
+        layer: Number of the layer.
+        query: `(B, Hq, n, key_dim)`; queries of H heads of keys are beside each other.
+        rule: Scores from products.
+        visibility: Tokens that each query sees.
+        first_token: Tokens before it are not looked at.
+        fresh: Keys and values of further tokens that the pool does not hold yet,
+            `(B, H, m, dim)`; they follow its own.
+
+    Returns:
+        `(B, Hq, n, value_dim)` in the dtype of `query`; 0 for queries that see nothing.
+
+    Raises:
+        StoreReadError: The file could not be read.
+        PenstockError: The pool is closed, or lost tokens.
+    """
+    pool.check_usable()
+    if fresh is None and query.shape[2] <= FEW_TOKENS:
+        parts = _attend_few(pool, layer, query, rule, visibility, first_token)
+    else:
+        parts = _attend_many(pool, layer, query, rule, visibility, first_token, fresh)
+    if not parts:
+        value_dim = pool.layout(layer).value_dim if fresh is None else fresh[1].shape[3]
+        return nothing(query, value_dim)[0].to(query.dtype)
+    return merge(parts)[0].to(query.dtype)
+
+
+def _attend_few(
+    pool: BlockPool,
+    layer: int,
+    query: torch.Tensor,
+    rule: ScoreRule,
+    visibility: Visibility,
+    first_token: int,
+) -> list[_Part]:
+    state = pool.blocks(layer)
+    selector = pool.selector_of(layer)
+    # A user's selector may have `note` or not, behind one that always has.
+    is_noted = bool(getattr(selector, "has_note", hasattr(selector, "note")))
+    step = _Step(state, query, rule, visibility, first_token, is_noted)
+    chosen = None if selector is None else selector.select(query, layer, pool)
+    is_read = step.find_read(chosen)
+    c, b, h = np.nonzero(is_read.transpose(2, 0, 1))  # block after block
+    pages = state.table[b, c + step.first_block]
+    for items, addresses in pool.stream(layer, pages, h):
+        step.attend(b[items], h[items], c[items], addresses)
+    if not step.parts:
+        step.attend(*np.zeros((4, 0), dtype=np.int64))
+    if step.is_noted:
+        selector.note(layer, *step.shares(is_read))
+    return step.parts
+
+
+class _Step:
+    """One step of few tokens, over columns: a column is a block number, from `first_block` on."""
+
+    def __init__(
+        self,
+        state: LayerBlocks,
+        query: torch.Tensor,
+        rule: ScoreRule,
+        visibility: Visibility,
+        first_token: int,
+        is_noted: bool,
+    ) -> None:
+        self.parts: list[_Part] = []
+        self.is_noted = is_noted
+        self._state = state
+        self._query = query
+        self._rule = rule
+        self._block_lse: list[tuple[int, torch.Tensor]] = []  # with the first column
+        T = state.layout.block_tokens
+        self.first_block = first_token // T
+        self._num_columns = state.num_blocks - self.first_block
+        start = self.first_block * T
+        seen = visibility.of_call(query.shape[2], start, state.num_tokens)
+        bias = rule.bias
+        if first_token > start:
+            shape = (1, 1, 1, state.num_tokens - start)
+            seen = torch.ones(shape, dtype=torch.bool) if seen is None else seen.clone()
+            seen[..., : first_token - start] = False
+        if bias is not None:
+            before = rule.bias_start - start
+            bias = torch.nn.functional.pad(bias, (before, 0)) if before >= 0 else bias[..., -before:]
+        if seen is not None and seen.shape[1] > 1:  # differs by query head: the bias hides it
+            hidden = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
+            bias, seen = hidden if bias is None else bias + hidden, seen.any(1, keepdim=True)
+        # (1 or B, 1 or Hq, 1 or n, columns, T): the last column is the tail.
+        self._seen = None if seen is None else self._by_column(seen)
+        self._bias = None if bias is None else self._by_column(bias)
+
+    def _by_column(self, tensor: torch.Tensor) -> torch.Tensor:
+        T = self._state.layout.block_tokens
+        missing = (self._num_columns + 1) * T - tensor.shape[-1]
+        return torch.nn.functional.pad(tensor, (0, missing)).unflatten(-1, (-1, T))
+
+    def find_read(self, chosen: torch.Tensor | None) -> np.ndarray:
+        """Return which columns are read for each sequence and head, bool `(B, H, columns)`."""
+        B, H = self._state.batch_size, self._state.layout.num_heads
+        num_blocks = self._state.num_blocks
+        if chosen is None:
+            is_read = np.ones((B, H, self._num_columns), dtype=bool)
+        else:
+            blocks = chosen.numpy()
+            if blocks.shape[:2] != (B, H) or blocks.max(initial=-1) >= num_blocks:
+                raise ValueError(
+                    f"select must return blocks of [0, {num_blocks}) in the shape ({B}, {H}, k); "
+                    f"got the shape {blocks.shape} and up to {blocks.max(initial=-1)}"
+                )
+            all_blocks = np.zeros((B, H, num_blocks + 1), dtype=bool)
+            np.put_along_axis(all_blocks, blocks, True, axis=2)  # -1 is the last, cut off
+            is_read = all_blocks[:, :, self.first_block : num_blocks]
+        is_read = is_read & (self._state.table[:, None, self.first_block :] >= 0)
+        if self._seen is not None:
+            is_read &= self._seen[..., :-1, :].any(-1).any(2).numpy()
+        return is_read
+
+    def attend(self, b: np.ndarray, h: np.ndarray, c: np.ndarray, addresses: np.ndarray) -> None:
+        """Add the part of some records; the tail belongs to the first part."""
+        state, layout = self._state, self._state.layout
+        first, last = (int(c.min()), int(c.max()) + 1) if len(c) else (0, 0)
+        columns = list(range(first, last))
+        with_tail = not self.parts and state.num_tail > 0
+        columns += [self._num_columns] if with_tail else []
+        shape = (state.batch_size, layout.num_heads, len(columns))
+        table, counts = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int32)
+        table[b, h, c - first] = addresses
+        counts[b, h, c - first] = layout.block_tokens
+        if with_tail:
+            places = np.arange(shape[0] * shape[1], dtype=np.int64) * layout.record_bytes
+            table[:, :, -1] = (state.tail.data_ptr() + places).reshape(shape[:2])
+            counts[:, :, -1] = state.num_tail
+        if not columns:
+            return
+        out, lse, block_lse = attend_records(
+            self._query,
+            torch.from_numpy(table),
+            torch.from_numpy(counts),
+            block_tokens=layout.block_tokens,
+            value_dim=layout.value_dim,
+            scale=self._rule.scale,
+            softcap=self._rule.softcap,
+            visible=self._some(self._seen, columns),
+            bias=self._some(self._bias, columns),
+            dtype=layout.dtype,
+            with_block_lse=self.is_noted,
+        )
+        self.parts.append((out, lse))
+        if block_lse is not None:
+            self._block_lse.append((first, block_lse[..., : last - first]))
+
+    def _some(self, tensor: torch.Tensor | None, columns: list[int]) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        some = tensor[..., columns, :].flatten(-2)
+        B, n = self._query.shape[0], self._query.shape[2]
+        return some.expand(B, -1, n, -1)
+
+    def shares(self, is_read: np.ndarray) -> _Part:
+        """Return the blocks that were read, -1 elsewhere, and their shares of the weights."""
+        B, H = is_read.shape[:2]
+        lse = merge(self.parts)[1]
+        lse = lse.masked_fill(lse == -math.inf, 0.0)
+        weights = torch.zeros(is_read.shape)
+        for first, block_lse in self._block_lse:
+            share = (block_lse - lse.unsqueeze(-1)).exp().unflatten(1, (H, -1)).sum((2, 3))
+            weights[:, :, first : first + share.shape[2]] += share
+        blocks = np.where(is_read, np.arange(is_read.shape[2]) + self.first_block, -1)
+        used = is_read.any((0, 1))
+        return torch.from_numpy(blocks[:, :, used]), weights[:, :, torch.from_numpy(used)]
+
+
+def _attend_many(
+    pool: BlockPool,
+    layer: int,
+    query: torch.Tensor,
+    rule: ScoreRule,
+    visibility: Visibility,
+    first_token: int,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None,
+) -> list[_Part]:
+    whole: list[_Part] = []
+    num_tokens = pool.length(layer)
+    if num_tokens:
+        state = pool.blocks(layer)
+        for first, keys, values in _gather(pool, layer, query.shape[2], visibility, first_token):
+            whole = [merge([*whole, attend(query, keys, values, rule, visibility, first)])]
+        if state.num_tail:
+            keys, values = state.layout.split(state.tail)
+            first = state.num_blocks * pool.block_tokens
+            skipped = max(0, first_token - first)
+            some = slice(skipped, state.num_tail)
+            part = attend(
+                query, keys[:, :, some], values[:, :, some], rule, visibility, first + skipped
+            )
+            whole = [merge([*whole, part])]
+    if fresh is not None:
+        whole = [merge([*whole, attend(query, *fresh, rule, visibility, num_tokens)])]
+    return whole
+
+
+def _gather(
+    pool: BlockPool, layer: int, num_queries: int, visibility: Visibility, first_token: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield full blocks that are seen, as their first token, keys and values, group by group."""
+    state = pool.blocks(layer)
+    layout, T = state.layout, pool.block_tokens
+    B, H = state.batch_size, layout.num_heads
+    num_columns = max(1, _GROUP_BYTES // (B * layout.page_bytes))
+    for first in range(first_token // T, state.num_blocks, num_columns):
+        last = min(first + num_columns, state.num_blocks)
+        if not _is_seen(visibility, num_queries, first * T, last * T):
+            continue
+        keys = torch.empty((B, H, last - first, T, layout.key_dim), dtype=layout.dtype)
+        values = torch.empty((B, H, last - first, T, layout.value_dim), dtype=layout.dtype)
+        c, b, h = (axis.ravel() for axis in np.indices((last - first, B, H)))
+        key_bytes = layout.key_items * layout.dtype.itemsize
+        value_bytes = layout.value_items * layout.dtype.itemsize
+        places = (b * H + h) * (last - first) + c
+        for items, addresses in pool.stream(layer, state.table[b, c + first], h):
+            pairs = zip(places[items].tolist(), addresses.tolist(), strict=True)
+            for place, address in pairs:
+                copy_bytes(keys.data_ptr() + place * key_bytes, address, key_bytes)
+                copy_bytes(values.data_ptr() + place * value_bytes, address + key_bytes, value_bytes)
+        skipped = max(0, first_token - first * T)
+        yield first * T + skipped, keys.flatten(2, 3)[:, :, skipped:], values.flatten(2, 3)[:, :, skipped:]
+
+
+def _is_seen(visibility: Visibility, num_queries: int, first: int, last: int) -> bool:
+    """Return whether any query sees any of the keys `[first, last)`."""
+    for i in range(0, num_queries, _QUERIES):
+        seen = visibility.between(slice(i, min(i + _QUERIES, num_queries)), first, last)
+        if seen is None or bool(seen.any()):
+            return True
+    return False

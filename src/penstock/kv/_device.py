@@ -1,0 +1,206 @@
+"""Device tier: slots of records and the staging memory, together under one budget."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import CapacityError
+from penstock.kv._areas import Slots
+from penstock.kv._layout import BlockLayout
+from penstock.kv._lower import Buffer, LowerTiers, PageTable
+from penstock.kv._residency import RecordResidency
+from penstock.memory import Ledger, Tier
+from penstock.units import format_bytes
+
+_BUFFER_BYTES = 4 * 2**20
+_STAGING_SHARE = 8  # a buffer takes at most this part of the budget
+
+
+@dataclass(eq=False)
+class _Residents:
+    """Records of one layout: number page * H + head, slots, and which record is in which."""
+
+    residency: RecordResidency
+    slots: Slots
+
+
+class DeviceTier:
+    """Records that are resident, in slots.
+
+    A page that was not written below yet is resident as a whole; it is written when one of its
+    records loses its slot.
+
+    Args:
+        budget_bytes: The most bytes of slots, staging and selectors.
+        pages: Places of pages below.
+        lower: The tiers below.
+        ledger: Account of bytes.
+        half_life: Steps after which a touch of a record counts half for admission.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        pages: PageTable,
+        lower: LowerTiers,
+        ledger: Ledger,
+        *,
+        half_life: float,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.selector_bytes = 0
+        self._pages = pages
+        self._lower = lower
+        self._ledger = ledger
+        self._half_life = half_life
+        self._residents: dict[BlockLayout, _Residents] = {}
+        self._slot_bytes = 0
+        self._buffers: list[Buffer] = []
+        self._next_buffer = 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.area.num_bytes for buffer in self._buffers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return self._slot_bytes
+
+    def room(self, layout: BlockLayout) -> int:
+        """Return how many more records the budget has room for."""
+        used_bytes = self._slot_bytes + self.staging_bytes + self.selector_bytes
+        return max(0, self.budget_bytes - used_bytes) // layout.record_bytes
+
+    def set_selector_bytes(self, num_bytes: int) -> None:
+        """Count the bytes that a selector keeps.
+
+        Raises:
+            CapacityError: The budget has no room for them beside what is resident.
+        """
+        used_bytes = self._slot_bytes + self.staging_bytes + num_bytes
+        if num_bytes > self.selector_bytes and used_bytes > self.budget_bytes:
+            raise CapacityError(
+                f"the selector keeps {format_bytes(num_bytes)}, which device_memory="
+                f"{format_bytes(self.budget_bytes)} has no room for; raise device_memory"
+            )
+        self._ledger.add(Tier.DEVICE, num_bytes - self.selector_bytes)
+        self.selector_bytes = num_bytes
+
+    def make_staging(self, layout: BlockLayout) -> None:
+        """Map the buffers, each for whole pages; larger ones where a layer has larger pages."""
+        if self._buffers and self._buffers[0].area.num_bytes >= layout.page_bytes:
+            return
+        for buffer in self._buffers:
+            buffer.wait()
+        page = layout.page_bytes
+        most = max(page, min(_BUFFER_BYTES, self.budget_bytes // _STAGING_SHARE) // page * page)
+        num_buffers = 2 if self.budget_bytes - self._slot_bytes >= 2 * most else 1
+        self._ledger.add(Tier.DEVICE, -self.staging_bytes)
+        self._buffers = [Buffer(most) for _ in range(num_buffers)]
+        self._ledger.add(Tier.DEVICE, self.staging_bytes)
+
+    def take_buffer(self) -> Buffer:
+        """Return the buffer whose turn it is, after its transfers have ended."""
+        buffer = self._buffers[self._next_buffer % len(self._buffers)]
+        self._next_buffer += 1
+        buffer.wait()
+        return buffer
+
+    def wait(self) -> None:
+        """Wait for all transfers of the buffers; the first error is raised."""
+        for buffer in self._buffers:
+            buffer.wait()
+
+    def settle(self) -> None:
+        """Wait for all transfers, whatever becomes of them: their errors were kept elsewhere."""
+        for buffer in self._buffers:
+            with contextlib.suppress(Exception):
+                buffer.wait()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of each buffer."""
+        return self._buffers[0].area.num_bytes
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers of the staging memory."""
+        return len(self._buffers)
+
+    def find(self, layout: BlockLayout, records: np.ndarray) -> np.ndarray:
+        """Return the addresses of records, int64; 0 where they are not resident."""
+        residents = self._of(layout)
+        slots = residents.residency.look_up(records)
+        addresses = np.zeros(len(records), dtype=np.int64)
+        there = slots >= 0
+        addresses[there] = residents.slots.addresses(slots[there])
+        return addresses
+
+    def residency(self, layout: BlockLayout) -> RecordResidency:
+        """Return which records of a layout are in which slot."""
+        return self._of(layout).residency
+
+    def admit(self, layout: BlockLayout, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give slots to records that are worth one, to be filled at once.
+
+        Args:
+            layout: Their layout.
+            records: Distinct records without a slot.
+
+        Returns:
+            The records that have one now, and its address; both int64.
+        """
+        residents = self._of(layout)
+        residency = residents.residency
+        if residency.num_resident < residency.num_slots:
+            records = records[: self.room(layout)]
+        if not len(records):
+            return records, records
+        admitted, slots, evicted = residency.admit(records)
+        if len(slots):
+            residents.slots.reach(int(slots.max()) + 1)
+        addresses = residents.slots.addresses(slots)
+        if len(evicted):
+            self._save(layout, evicted, addresses[len(addresses) - len(evicted) :])
+        self._count((len(admitted) - len(evicted)) * layout.record_bytes)
+        return admitted, addresses
+
+    def _save(self, layout: BlockLayout, evicted: np.ndarray, addresses: np.ndarray) -> None:
+        """Write the pages of records that lost their slots, where this was not done before."""
+        heads = np.arange(layout.num_heads)
+        for page in np.unique(evicted // layout.num_heads).tolist():
+            if self._pages.is_below(page):
+                continue
+            records = page * layout.num_heads + heads
+            places = self.find(layout, records)
+            of_page = evicted // layout.num_heads == page
+            places[evicted[of_page] % layout.num_heads] = addresses[of_page]
+            assert places.all(), "a page that is nowhere else is resident as a whole"
+            self._lower.save(page, layout, places)
+
+    def drop(self, layout: BlockLayout, pages: np.ndarray) -> None:
+        """Forget the records of pages."""
+        residency = self._of(layout).residency
+        heads = np.arange(layout.num_heads)
+        records = (pages[:, None] * layout.num_heads + heads).ravel()
+        num_resident = int((residency.look_up(records) >= 0).sum())
+        residency.drop(records)
+        self._count(-num_resident * layout.record_bytes)
+
+    def _of(self, layout: BlockLayout) -> _Residents:
+        residents = self._residents.get(layout)
+        if residents is None:
+            left = max(0, self.budget_bytes - self.staging_bytes)
+            residency = RecordResidency(left // layout.record_bytes, half_life=self._half_life)
+            residents = _Residents(residency, Slots(layout.record_bytes))
+            self._residents[layout] = residents
+        return residents
+
+    def _count(self, num_bytes: int) -> None:
+        self._slot_bytes += num_bytes
+        self._ledger.add(Tier.DEVICE, num_bytes)

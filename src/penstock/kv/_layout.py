@@ -1,0 +1,83 @@
+"""Layout of a block: the unit of residency, of selection and of writing, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from penstock.memory.pages import round_up
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Shapes and bytes of the blocks of one layer.
+
+    A block is `block_tokens` consecutive tokens of one sequence. A record is the part of it that
+    belongs to one head: keys `(block_tokens, key_dim)`, then values `(block_tokens, value_dim)`,
+    then padding to a multiple of `alignment_bytes`. A page is the records of all heads, one after
+    the other.
+
+    Example:
+        >>> layout = BlockLayout(8, 64, 128, 128, torch.bfloat16)
+        >>> layout.record_bytes, layout.page_bytes
+        (32768, 262144)
+
+    Attributes:
+        num_heads: Heads of keys and values, H.
+        block_tokens: Tokens of a block, T.
+        key_dim: Numbers of a key.
+        value_dim: Numbers of a value.
+        dtype: Of both.
+        alignment_bytes: A record takes a multiple of this; 4096 where a file is below.
+    """
+
+    num_heads: int
+    block_tokens: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    alignment_bytes: int = 64
+
+    @cached_property
+    def key_items(self) -> int:
+        """Numbers of the keys of a record."""
+        return self.block_tokens * self.key_dim
+
+    @cached_property
+    def value_items(self) -> int:
+        """Numbers of the values of a record."""
+        return self.block_tokens * self.value_dim
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Bytes of a record on every tier."""
+        items = self.key_items + self.value_items
+        return round_up(items * self.dtype.itemsize, self.alignment_bytes)
+
+    @cached_property
+    def record_items(self) -> int:
+        """Numbers that a record has room for, its padding included."""
+        return self.record_bytes // self.dtype.itemsize
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a page on every tier."""
+        return self.num_heads * self.record_bytes
+
+    def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View records as their keys and values.
+
+        Args:
+            records: `(..., record_items)`, contiguous.
+
+        Returns:
+            Keys `(..., block_tokens, key_dim)` and values `(..., block_tokens, value_dim)`.
+        """
+        lead, end = records.shape[:-1], self.key_items + self.value_items
+        keys = records[..., : self.key_items].unflatten(-1, (self.block_tokens, self.key_dim))
+        values = records[..., self.key_items : end]
+        values = values.unflatten(-1, (self.block_tokens, self.value_dim))
+        assert keys.shape[: len(lead)] == lead
+        return keys, values

@@ -1,0 +1,316 @@
+"""Tiers below the device: pages in host memory and in a file, and the buffers between.
+
+A page is written once, before or after the computation that does not need it (write-behind), and
+freed as a whole; what is read is records. Pages of a layer lie one after the other in segments of
+the file, so that a run of missing records is one read.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.errors import CapacityError
+from penstock.kv._areas import Area, Slots
+from penstock.kv._layout import BlockLayout
+from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, Tier
+from penstock.memory.raw_memory import copy_bytes
+from penstock.units import format_bytes
+
+_NUM_THREADS = 2
+_FIRST_SEGMENT_BYTES = 256 * 1024
+_SEGMENT_BYTES = 4 * 2**20
+_PIECE_BYTES = 2**20  # reads are cut into pieces of at least this, one for each thread
+
+
+class Buffer:
+    """Part of the staging memory; transfers of it may be under way.
+
+    Attributes:
+        area: Its memory.
+        pending: Transfers that end before it is used again.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.area = Area(num_bytes)
+        self.pending: list[Future[None]] = []
+
+    def wait(self) -> None:
+        """Wait for its transfers; the first error is raised when all have ended."""
+        pending, self.pending = self.pending, []
+        errors = [future.exception() for future in pending]
+        for error in errors:
+            if error is not None:
+                raise error
+
+
+@dataclass(eq=False)
+class Segment:
+    """Pages that lie one after the other in the file."""
+
+    extent: Extent
+    num_pages: int
+    num_taken: int = 0
+    num_live: int = 0
+
+
+class PageTable:
+    """Every page's references and places, by its number.
+
+    Attributes:
+        references: Blocks of sequences that are this page; int32.
+        host: Address in host memory, 0 where it is not there; int64.
+        host_slot: Slot there; int64.
+        segment: Segment of the file, -1 where it is not there; int32.
+        place: Place in the segment; int32.
+        layer: Layer that it belongs to; int32.
+    """
+
+    def __init__(self) -> None:
+        self.references = np.zeros(0, dtype=np.int32)
+        self.host = np.zeros(0, dtype=np.int64)
+        self.host_slot = np.zeros(0, dtype=np.int64)
+        self.segment = np.zeros(0, dtype=np.int32)
+        self.place = np.zeros(0, dtype=np.int32)
+        self.layer = np.zeros(0, dtype=np.int32)
+        self._free: list[int] = []
+
+    @property
+    def num_live(self) -> int:
+        """Pages that are referenced."""
+        return int(np.count_nonzero(self.references))
+
+    def take(self, num_pages: int, layer: int) -> np.ndarray:
+        """Return numbers of new pages of a layer, each with one reference and no place."""
+        missing = num_pages - len(self._free)
+        if missing > 0:
+            old = len(self.references)
+            more = max(missing, old, 256)
+            for name in ("references", "host", "host_slot", "segment", "place", "layer"):
+                values = getattr(self, name)
+                setattr(self, name, np.concatenate([values, np.zeros(more, values.dtype)]))
+            self._free.extend(range(old + more - 1, old - 1, -1))
+        pages = np.array([self._free.pop() for _ in range(num_pages)], dtype=np.int64)
+        self.references[pages] = 1
+        self.host[pages] = 0
+        self.segment[pages] = -1
+        self.layer[pages] = layer
+        return pages
+
+    def give_back(self, page: int) -> None:
+        """Let a page's number be taken again."""
+        self._free.append(page)
+
+    def is_below(self, page: int) -> bool:
+        """Return whether a page was written to a lower tier."""
+        return bool(self.host[page] != 0 or self.segment[page] >= 0)
+
+
+class LowerTiers:
+    """Host memory and file of one pool.
+
+    Args:
+        pages: Places of pages, which this class sets.
+        ledger: Account of bytes.
+        host_bytes: The most bytes of host memory; None: no limit.
+        store: Directory of the file; None: no file.
+    """
+
+    def __init__(
+        self,
+        pages: PageTable,
+        ledger: Ledger,
+        host_bytes: int | None,
+        store: FileStore | str | None,
+    ) -> None:
+        self._pages = pages
+        self._ledger = ledger
+        self._host_bytes = host_bytes
+        self._host_used_bytes = 0
+        self._host: dict[BlockLayout, Slots] = {}
+        self._file = None if store is None else ExtentFile(store)
+        self._segments: dict[int, Segment] = {}
+        self._open_segments: dict[int, tuple[int, Segment]] = {}  # by layer
+        self._num_segments = 0
+        self._threads: ThreadPoolExecutor | None = None
+        self.failure: BaseException | None = None  # of a write: its tokens are lost
+
+    @property
+    def has_file(self) -> bool:
+        """Whether there is a file below."""
+        return self._file is not None
+
+    def host_view(self, page: int, layout: BlockLayout) -> torch.Tensor | None:
+        """Take room for a page in host memory, to be filled at once.
+
+        Returns:
+            `(H, record_items)`, or None where host memory has no room.
+        """
+        if self._host_bytes is not None:
+            if self._host_used_bytes + layout.page_bytes > self._host_bytes:
+                return None
+        slots = self._host.setdefault(layout, Slots(layout.page_bytes))
+        slot = slots.take()
+        self._pages.host_slot[page] = slot
+        self._pages.host[page] = slots.addresses(np.array([slot]))[0]
+        self._host_used_bytes += layout.page_bytes
+        self._ledger.add(Tier.HOST, layout.page_bytes)
+        self._ledger.record_transfer(
+            Link.DEVICE_TO_HOST, layout.page_bytes, time.perf_counter_ns()
+        )
+        return slots.view(slot, layout.dtype).view(layout.num_heads, layout.record_items)
+
+    def write(self, layer: int, pages: np.ndarray, layout: BlockLayout, buffer: Buffer) -> None:
+        """Start to write pages that lie one after the other in a buffer.
+
+        Raises:
+            CapacityError: There is no file.
+            StoreFullError: The file has no room.
+        """
+        offset = 0
+        for number, begin, num_pages in self._place(layer, pages, layout):
+            num_bytes = num_pages * layout.page_bytes
+            address = buffer.area.address + offset
+            extent = self._segments[number].extent
+            buffer.pending.append(
+                self._submit(self._write, extent, address, num_bytes, begin * layout.page_bytes)
+            )
+            offset += num_bytes
+
+    def read(
+        self, pages: np.ndarray, heads: np.ndarray, layout: BlockLayout, buffer: Buffer
+    ) -> None:
+        """Start to read records from the file, one after the other, into a buffer.
+
+        Args:
+            pages: Page of each record, int64; all of them in the file.
+            heads: Head of each, int64.
+            layout: Their layout.
+            buffer: Memory for all of them.
+        """
+        record = layout.record_bytes
+        segments = self._pages.segment[pages]
+        begins = (self._pages.place[pages] * layout.num_heads + heads) * record
+        joined = (np.diff(segments) == 0) & (np.diff(begins) == record)
+        starts = np.concatenate([[0], np.flatnonzero(~joined) + 1, [len(pages)]])
+        piece = max(_PIECE_BYTES, len(pages) * record // _NUM_THREADS) // record
+        for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            for at in range(first, end, max(1, piece)):
+                extent = self._segments[int(segments[at])].extent
+                num_bytes = (min(end, at + max(1, piece)) - at) * record
+                address = buffer.area.address + at * record
+                buffer.pending.append(
+                    self._submit(self._read, extent, address, num_bytes, int(begins[at]))
+                )
+
+    def save(self, page: int, layout: BlockLayout, addresses: np.ndarray) -> None:
+        """Write a page whose records lie apart, and wait for it."""
+        view = self.host_view(page, layout)
+        if view is not None:
+            for record, address in zip(view, addresses.tolist(), strict=True):
+                copy_bytes(record.data_ptr(), address, layout.record_bytes)
+            return
+        layer = int(self._pages.layer[page])
+        ((number, place, _),) = self._place(layer, np.array([page]), layout)
+        begin = place * layout.page_bytes
+        for address in addresses.tolist():
+            self._write(self._segments[number].extent, address, layout.record_bytes, begin)
+            begin += layout.record_bytes
+
+    def free(self, page: int, layout: BlockLayout) -> None:
+        """Give back what a page occupies; no transfer of it may be under way."""
+        if self._pages.host[page]:
+            self._host[layout].give_back(int(self._pages.host_slot[page]))
+            self._pages.host[page] = 0
+            self._host_used_bytes -= layout.page_bytes
+            self._ledger.add(Tier.HOST, -layout.page_bytes)
+        number = int(self._pages.segment[page])
+        if number >= 0:
+            self._pages.segment[page] = -1
+            segment = self._segments[number]
+            segment.num_live -= 1
+            self._ledger.add(Tier.FILE, -layout.page_bytes)
+            if segment.num_live == 0 and segment.num_taken == segment.num_pages:
+                self._drop(number)
+
+    def close(self) -> None:
+        """Wait for transfers under way and close the file."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._file is not None:
+            self._file.close()
+
+    def check_file(self) -> None:
+        """Raise an error if there is no file for what host memory has no room for."""
+        if self._file is None:
+            raise CapacityError(
+                f"host_memory={format_bytes(self._host_bytes or 0)} is full and there is no file "
+                "below; raise host_memory or give store="
+            )
+
+    def _place(
+        self, layer: int, pages: np.ndarray, layout: BlockLayout
+    ) -> list[tuple[int, int, int]]:
+        """Give pages places in the file: segment, first place there, number of pages."""
+        self.check_file()
+        runs = []
+        at = 0
+        while at < len(pages):
+            number, segment = self._open_segment(layer, layout)
+            num_pages = min(len(pages) - at, segment.num_pages - segment.num_taken)
+            run = pages[at : at + num_pages]
+            self._pages.segment[run] = number
+            self._pages.place[run] = np.arange(num_pages) + segment.num_taken
+            runs.append((number, segment.num_taken, num_pages))
+            segment.num_taken += num_pages
+            segment.num_live += num_pages
+            self._ledger.add(Tier.FILE, num_pages * layout.page_bytes)
+            at += num_pages
+        return runs
+
+    def _open_segment(self, layer: int, layout: BlockLayout) -> tuple[int, Segment]:
+        assert self._file is not None
+        number, segment = self._open_segments.get(layer, (-1, None))
+        if segment is not None and segment.num_taken < segment.num_pages:
+            return number, segment
+        length = _FIRST_SEGMENT_BYTES
+        if segment is not None:
+            length = min(_SEGMENT_BYTES, 2 * segment.num_pages * layout.page_bytes)
+            if segment.num_live == 0:  # its pages died while it was the layer's open one
+                self._drop(number)
+        num_pages = max(1, length // layout.page_bytes)
+        segment = Segment(self._file.allocate(num_pages * layout.page_bytes), num_pages)
+        self._num_segments += 1
+        self._segments[self._num_segments] = segment
+        self._open_segments[layer] = self._num_segments, segment
+        return self._num_segments, segment
+
+    def _drop(self, number: int) -> None:
+        segment = self._segments.pop(number, None)
+        if segment is not None and self._file is not None:
+            self._file.free(segment.extent)
+
+    def _submit(self, function, *args) -> Future[None]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-kv")
+        return self._threads.submit(function, *args)
+
+    def _write(self, extent: Extent, address: int, num_bytes: int, begin: int) -> None:
+        assert self._file is not None
+        start_ns = time.perf_counter_ns()
+        try:
+            self._file.write(extent, address, num_bytes, begin)
+        except BaseException as error:
+            self.failure = error
+            raise
+        self._ledger.record_transfer(Link.DEVICE_TO_FILE, num_bytes, start_ns)
+
+    def _read(self, extent: Extent, address: int, num_bytes: int, begin: int) -> None:
+        assert self._file is not None
+        start_ns = time.perf_counter_ns()
+        self._file.read(extent, address, num_bytes, begin)
+        self._ledger.record_transfer(Link.FILE_TO_DEVICE, num_bytes, start_ns)

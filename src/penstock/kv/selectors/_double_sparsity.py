@@ -1,0 +1,187 @@
+"""Double Sparsity: tokens are scored by the few channels that decide the products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kv.selectors._budget import BlockSummaries, BudgetSelector, split_heads
+
+
+class ChannelCalibration:
+    """Sums of |q k| per channel, over the pairs of a query and an earlier key of some texts.
+
+    Example:
+        >>> calibration = ChannelCalibration()
+        >>> keys = torch.randn(1, 2, 100, 16)
+        >>> calibration.note(0, torch.randn(1, 8, 100, 16), keys)
+        >>> calibration.channels(4)[0].shape
+        torch.Size([2, 4])
+
+    Source:
+        Yang et al., "Post-training sparse attention with double sparsity", arXiv:2408.07092,
+        section 3.1 (offline calibration).
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}  # float64 (H, d) by layer
+
+    def note(self, layer: int, query: Tensor, keys: Tensor) -> None:
+        """Add the pairs of a text without a cache.
+
+        Args:
+            layer: Index of the layer.
+            query: `(B, Hq, n, d)`, rotated.
+            keys: `(B, H, n, d)`, rotated; of the same tokens.
+        """
+        if query.shape[2] != keys.shape[2]:
+            raise ValueError(
+                f"query and keys must be of the same tokens; got {query.shape[2]} and "
+                f"{keys.shape[2]}: calibrate without a cache"
+            )
+        batch, num_heads, num_tokens, dim = keys.shape
+        rows = split_heads(query, num_heads).reshape(batch, num_heads, -1, num_tokens, dim)
+        # Sum over i <= j of |q_j| |k_i|, without the pairs themselves.
+        earlier = keys.abs().double().cumsum(dim=2)
+        sums = (rows.abs().sum(dim=2).double() * earlier).sum(dim=(0, 2))
+        self._sums[layer] = self._sums.get(layer, torch.zeros_like(sums)) + sums
+
+    def channels(self, num_channels: int) -> list[Tensor]:
+        """Return the channels with the largest sums, per layer int64 `(H, num_channels)`."""
+        if sorted(self._sums) != list(range(len(self._sums))) or not self._sums:
+            raise ValueError(
+                f"every layer from 0 on must be calibrated; got layers {sorted(self._sums)}"
+            )
+        dim = self._sums[0].shape[-1]
+        if not 0 < num_channels <= dim:
+            raise ValueError(f"num_channels must be 1 to {dim}; got {num_channels}")
+        return [
+            self._sums[layer].topk(num_channels).indices.sort(dim=-1).values
+            for layer in range(len(self._sums))
+        ]
+
+
+class DoubleSparsity(BudgetSelector):
+    """Blocks of the tokens whose label channels fit the query best.
+
+    The label of a token is its key at the r channels of the calibration. Labels stay on the device;
+    a block scores as its best token: with l the labels and g a query of the group,
+
+        weight(g, t) = softmax over t of (q_g[channels] . l_t * scale)
+        score(block) = sum or max over g of (max over t in block of weight(g, t))
+
+    Example:
+        >>> calibration = ChannelCalibration()
+        >>> calibration.note(0, torch.randn(1, 8, 100, 16), torch.randn(1, 2, 100, 16))
+        >>> selector = DoubleSparsity(calibration.channels(4), share=1 / 16)
+
+    Args:
+        channels: Per layer, the channels of each KV head, int64 `(H, r)`; see `ChannelCalibration`.
+        num_blocks: Full blocks to read; or give `share`.
+        share: Of the full blocks.
+        sinks: Blocks at the beginning that are always read.
+        recent: Newest full blocks that are always read.
+        reduce: "sum" or "max" over the queries of a KV head.
+        bits: None keeps labels in the dtype of the keys; 4 keeps two channels in a byte, with a
+            float16 step and offset per block and channel. r must then be even.
+        scale: Of the attention's products; None is d ** -0.5.
+
+    Source:
+        Yang et al., arXiv:2408.07092, section 3.2 (channel and token sparsity), here by blocks and
+        with one choice for the queries of a KV head.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Tensor],
+        *,
+        num_blocks: int | None = None,
+        share: float | None = None,
+        sinks: int = 1,
+        recent: int = 1,
+        reduce: str = "sum",
+        bits: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__(num_blocks=num_blocks, share=share, sinks=sinks, recent=recent)
+        if reduce not in ("sum", "max"):
+            raise ValueError(f'reduce must be "sum" or "max"; got {reduce!r}')
+        if bits not in (None, 4):
+            raise ValueError(f"bits must be None or 4; got {bits!r}")
+        for layer, chosen in enumerate(channels):
+            if chosen.dtype != torch.int64 or chosen.dim() != 2:
+                raise ValueError(
+                    f"channels[{layer}] must be int64 (H, r); got {chosen.dtype} "
+                    f"{tuple(chosen.shape)}"
+                )
+            if bits == 4 and chosen.shape[1] % 2:
+                raise ValueError(f"with bits=4 r must be even; got {chosen.shape[1]} channels")
+        self._channels = list(channels)
+        self._reduce = reduce
+        self._bits = bits
+        self._scale = scale
+        self._labels = BlockSummaries()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the labels on the device, with room for growth, and of the channel numbers."""
+        return self._labels.nbytes + sum(chosen.nbytes for chosen in self._channels)
+
+    def observe(self, layer: int, first_block: int, keys: Tensor) -> None:
+        """Keep the labels of new blocks; arguments as of `BudgetSelector.observe`."""
+        super().observe(layer, first_block, keys)
+        if layer >= len(self._channels):
+            raise ValueError(f"layer {layer}: only {len(self._channels)} layers are calibrated")
+        channels = self._channels[layer].to(keys.device)
+        if channels.shape[0] != keys.shape[1]:
+            raise ValueError(
+                f"layer {layer}: channels are of {channels.shape[0]} KV heads, keys of "
+                f"{keys.shape[1]}"
+            )
+        index = channels[None, :, None, None].expand(*keys.shape[:4], -1)
+        labels = keys.gather(4, index)
+        self._labels.append(layer, first_block, pack_4bit(labels) if self._bits else [labels])
+
+    def reorder(self, index: Tensor) -> None:
+        """Follow the beams; see `BudgetSelector.reorder`."""
+        self._labels.reorder(index)
+
+    def crop(self, num_blocks: int) -> None:
+        """Forget later blocks; see `BudgetSelector.crop`."""
+        self._labels.crop(num_blocks)
+
+    def _scores(self, query: Tensor, layer: int, total: int) -> Tensor:
+        parts = self._labels.read(layer, total)
+        labels = unpack_4bit(parts) if self._bits else parts[0].float()  # (B, H, N, T, r)
+        channels = self._channels[layer].to(query.device)
+        rows = split_heads(query, labels.shape[1])
+        index = channels[None, :, None].expand(rows.shape[0], -1, rows.shape[2], -1)
+        scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
+        products = rows.gather(3, index) @ labels.flatten(2, 3).transpose(2, 3) * scale
+        # softmax grows with the product: the best token's weight is the weight at the best product.
+        best = products.unflatten(3, (total, -1)).amax(dim=4)
+        weights = (best - products.logsumexp(dim=3, keepdim=True)).exp()  # (B, H, rows, N)
+        return weights.sum(dim=2) if self._reduce == "sum" else weights.amax(dim=2)
+
+
+def pack_4bit(labels: Tensor) -> list[Tensor]:
+    """Round labels `(B, H, N, T, r)` to 16 steps between the extremes of a block's channel.
+
+    Returns:
+        uint8 `(B, H, N, T, r / 2)`, and offsets and steps, float16 `(B, H, N, 1, r)`.
+    """
+    low, high = labels.float().aminmax(dim=3, keepdim=True)
+    offset = low.half()
+    step = ((high - offset.float()) / 15).half()
+    level = (labels.float() - offset.float()) / step.float().clamp(min=1e-7)
+    level = level.round().clamp(0, 15).to(torch.uint8)
+    return [level[..., 0::2] | (level[..., 1::2] << 4), offset, step]
+
+
+def unpack_4bit(parts: Sequence[Tensor]) -> Tensor:
+    """Return the labels of `pack_4bit`, float32 `(B, H, N, T, r)`."""
+    packed, offset, step = parts
+    level = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    return level.float() * step.float() + offset.float()

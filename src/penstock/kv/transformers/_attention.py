@@ -1,0 +1,172 @@
+"""Attention function that is registered with Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from penstock.errors import PenstockError
+from penstock.kv._attend import attend_pool
+from penstock.kv._partial import ScoreRule, attend
+from penstock.kv._visibility import Visibility
+from penstock.kv.transformers._layer import KeysPlaceholder
+from penstock.kv.transformers._mask import RangeMask
+
+# Arguments of a model's call that do not change its attention, or are in its mask already.
+_WITHOUT_EFFECT = {
+    "cache_position",
+    "is_causal",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "token_type_ids",
+    "use_cache",
+}
+
+
+def attend_interface(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: RangeMask | torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return attention over a pool's layer, or over tensors where the call has no pool.
+
+    Args:
+        module: The model's attention module.
+        query: `(B, Hq, n, key_dim)`.
+        key: `(B, H, tokens, key_dim)`, or a placeholder.
+        value: `(B, H, tokens, value_dim)`, or a placeholder.
+        attention_mask: A `RangeMask`, or a mask of the user's `(B, 1 or Hq, n, tokens)`.
+        dropout: Must be 0 over a pool.
+        scaling: Factor of the scores; None: 1 / sqrt(key_dim).
+        softcap: c of c tanh(s / c).
+        position_bias: `(1, Hq, n, tokens)`, added to the scores.
+        **kwargs: Arguments that change nothing, or are None.
+
+    Returns:
+        `(B, n, Hq, value_dim)`, and None for the weights.
+
+    Raises:
+        PenstockError: An argument that is not supported.
+    """
+    for name, given in kwargs.items():
+        if name not in _WITHOUT_EFFECT and given is not None and given is not False:
+            raise PenstockError(
+                f"{type(module).__name__} passes {name}= to its attention, which penstock.kv.cache "
+                "does not support; use another cache for this model, or do not ask for it"
+            )
+    if not isinstance(key, KeysPlaceholder):
+        return _attend_tensors(
+            module, query, key, value, attention_mask, dropout, scaling, softcap, position_bias,
+            kwargs.get("is_causal"),
+        )
+    if module.training or dropout:
+        raise PenstockError(
+            f"{key.layer.name} is in training mode; call model.eval() before it uses "
+            "penstock.kv.cache"
+        )
+    is_causal = kwargs.get("is_causal")
+    visibility, rule = _read_mask(module, query, key, attention_mask, is_causal, key.start)
+    rule = _make_rule(query, scaling, softcap, position_bias, rule, key.start)
+    layer = key.layer
+    out = attend_pool(
+        layer.pool,
+        layer.index,
+        query,
+        rule,
+        visibility,
+        first_token=key.start,
+        fresh=layer.pending,
+    )
+    layer.flush()
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _read_mask(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: RangeMask | torch.Tensor | None,
+    is_causal: bool | None,
+    start: int,
+) -> tuple[Visibility, torch.Tensor | None]:
+    """Return the tokens that are visible, and what a mask of numbers adds to the scores."""
+    if isinstance(mask, RangeMask):
+        return mask.visibility, None
+    if mask is None:  # as Transformers' own function for SDPA takes it
+        if is_causal is None:
+            is_causal = bool(getattr(module, "is_causal", True))
+        is_causal = is_causal and query.shape[2] > 1
+        return Visibility(batch_size=len(query), query_start=start, is_causal=is_causal), None
+    if mask.dim() != 4 or mask.shape[2:] != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"attention_mask must have the shape (B, 1 or {query.shape[1]}, {query.shape[2]}, "
+            f"{key.shape[2]}); got {tuple(mask.shape)}"
+        )
+    if mask.dtype == torch.bool:
+        return Visibility(batch_size=len(query), table=mask, table_start=start), None
+    seen = mask > torch.finfo(mask.dtype).min / 2
+    visibility = Visibility(batch_size=len(query), table=seen, table_start=start)
+    return visibility, mask.masked_fill(~seen, 0.0)
+
+
+def _make_rule(
+    query: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    position_bias: torch.Tensor | None,
+    mask_bias: torch.Tensor | None,
+    start: int,
+) -> ScoreRule:
+    bias = position_bias if mask_bias is None else mask_bias
+    if position_bias is not None and mask_bias is not None:
+        bias = position_bias + mask_bias
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return ScoreRule(scale, softcap, None if bias is None else bias.float(), start)
+
+
+def _attend_tensors(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: RangeMask | torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    position_bias: torch.Tensor | None,
+    is_causal: bool | None,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention of a call without this cache: of an encoder, or of a model alone."""
+    if softcap is None:
+        if isinstance(mask, RangeMask):
+            mask, is_causal = mask.in_memory(), False
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling,
+            is_causal=is_causal, position_bias=position_bias,
+        )
+        return out, None
+    if dropout or (torch.is_grad_enabled() and query.requires_grad):
+        raise PenstockError(
+            f"{type(module).__name__} caps its scores, through which penstock.kv's attention has "
+            "no gradients; close the cache before training"
+        )
+    visibility, bias = _read_mask(module, query, key, mask, is_causal, 0)
+    rule = _make_rule(query, scaling, softcap, position_bias, bias, 0)
+    start = mask.start if isinstance(mask, RangeMask) else 0
+    out, _ = attend(query, key, value, rule, visibility, start)
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None

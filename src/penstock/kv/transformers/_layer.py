@@ -1,0 +1,237 @@
+"""Layers of the cache, and the tensors without memory that a model gets for its keys and values.
+
+A model calls `update` and hands what that returns to the attention function. These placeholders
+have the shape that the model expects and name the layer; any other use of them is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from penstock.errors import PenstockError
+from penstock.kv._attend import FEW_TOKENS
+from penstock.kv._pool import BlockPool
+
+
+class KeysPlaceholder(torch.Tensor):
+    """Tensor of a shape, without memory, that stands for keys or values in a pool.
+
+    Attributes:
+        layer: The layer that it stands for.
+        start: Token of its first row.
+    """
+
+    layer: PooledLayer
+    start: int
+
+    @staticmethod
+    def __new__(
+        cls, layer: PooledLayer, shape: tuple[int, ...], dtype: torch.dtype, start: int
+    ) -> KeysPlaceholder:
+        """Make one for `(B, H, tokens, dim)`."""
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        made.layer, made.start = layer, start
+        return made
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"KeysPlaceholder({self.layer.name}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse: the numbers are not in this tensor."""
+        flat = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        name = next(each.layer.name for each in flat if isinstance(each, cls))
+        raise PenstockError(
+            f"{name} computes with its cached keys itself ({func}) instead of handing them to "
+            "Transformers' attention interface, which penstock.kv.cache needs; use another cache "
+            "for this model, and leave its attention implementation as the cache has set it"
+        )
+
+
+class PooledLayer(CacheLayerMixin):
+    """Keys and values of one layer of a model, in a pool.
+
+    Args:
+        pool: The pool.
+        index: Number of the layer in it.
+        name: Name of the model's module, for errors.
+        sliding_window: Tokens that the layer looks back, its own included; None: all.
+    """
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(
+        self, pool: BlockPool, index: int, name: str, sliding_window: int | None = None
+    ) -> None:
+        self.pool = pool
+        self.index = index
+        self.name = name
+        self.is_sliding = sliding_window is not None
+        self.sliding_window = sliding_window
+        self.record_past = False
+        # Keys and values of a long call, until its attention has used them as they are.
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer holds tokens."""
+        return self.get_seq_length() > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """Placeholder of all keys, as models read them for cross attention."""
+        return self._placeholders(self.get_seq_length(), 0)[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Placeholder of all values."""
+        return self._placeholders(self.get_seq_length(), 0)[1] if self.is_initialized else None
+
+    @property
+    def pending(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the last call that are not in the pool yet."""
+        return self._pending
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the pool makes a layer with its first tokens."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add tokens.
+
+        Args:
+            key_states: `(B, H, n, key_dim)`.
+            value_states: `(B, H, n, value_dim)`.
+            *args: Not used.
+            **kwargs: Not used.
+
+        Returns:
+            Placeholders of the keys and values that the call's queries may see.
+
+        Raises:
+            PenstockError: The pool is closed or lost tokens, or gradients are wanted.
+        """
+        self.pool.check_usable()
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise PenstockError(
+                f"{self.name}: no gradients pass through penstock.kv.cache; call the model under "
+                "torch.inference_mode() or torch.no_grad()"
+            )
+        self.flush()
+        num_tokens = key_states.shape[2]
+        kv_length, start = self.get_mask_sizes(num_tokens)
+        if self.is_sliding and not self.record_past:
+            self.pool.drop_before(self.index, start)
+        self._pending = key_states, value_states
+        shown = self._placeholders(kv_length, start)
+        if num_tokens <= FEW_TOKENS:
+            self.flush()
+        return shown
+
+    def flush(self) -> None:
+        """Move keys and values of the last call to the pool, where they are not there yet."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        keep_from = 0
+        if self.sliding_window is not None and not self.record_past:
+            end = self.pool.length(self.index) + pending[0].shape[2]
+            keep_from = max(0, end - self.sliding_window + 1)
+        self.pool.append(self.index, *pending, keep_from=keep_from)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys the next call's mask covers, and the token of the first."""
+        past = self.get_seq_length()
+        if self.sliding_window is None:
+            return past + query_length, 0
+        start = max(past - self.sliding_window + 1, 0)
+        return past + query_length - start, start
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens of a sequence, those that left the window included."""
+        pending = 0 if self._pending is None else self._pending[0].shape[2]
+        return self.pool.length(self.index) + pending
+
+    def get_max_length(self) -> int:
+        """Return the window, or -1: there is no most."""
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def activate_past_recording(self) -> None:
+        """Keep tokens that leave the window until the next `crop`."""
+        self.record_past = self.is_sliding
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens.
+
+        Args:
+            tokens_to_remove: Their number, negative or 0.
+
+        Raises:
+            ValueError: It is positive.
+            RuntimeError: The layer keeps a window only, and the tokens before have left it.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the negative number of tokens to remove; got {tokens_to_remove}"
+            )
+        self.flush()
+        length = self.get_seq_length()
+        window = self.sliding_window
+        if window is not None and length >= window and not self.record_past:
+            raise RuntimeError(
+                f"{self.name} keeps a window of {window} tokens only, which is full; call "
+                "activate_past_recording() before the tokens that are to be removed"
+            )
+        length = max(0, length + tokens_to_remove)
+        self.pool.crop(length, [self.index])
+        if window is not None:
+            self.pool.drop_before(self.index, length - window + 1)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._pending = None
+        self.pool.reset([self.index])
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make sequence i a copy of sequence `beam_idx[i]`."""
+        self.flush()
+        self.pool.reorder(beam_idx, [self.index])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make every sequence `repeats` sequences, one after the other."""
+        self.flush()
+        self.pool.repeat(repeats, [self.index])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences `indices`, numbers or a bool mask."""
+        self.flush()
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.pool.reorder(indices, [self.index])
+
+    def offload(self) -> None:
+        """Do nothing: the pool moves blocks by itself."""
+
+    def prefetch(self) -> None:
+        """Do nothing: the pool moves blocks by itself."""
+
+    def _placeholders(self, num_tokens: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._pending is not None:
+            shapes = [(each.shape, each.dtype) for each in self._pending]
+        else:
+            layout, batch_size = self.pool.layout(self.index), self.pool.batch_size(self.index)
+            dims = layout.key_dim, layout.value_dim
+            shapes = [((batch_size, layout.num_heads, 0, dim), layout.dtype) for dim in dims]
+        keys, values = (
+            KeysPlaceholder(self, (shape[0], shape[1], num_tokens, shape[3]), dtype, start)
+            for shape, dtype in shapes
+        )
+        return keys, values

@@ -1,0 +1,106 @@
+"""Masks that are evaluated for ranges of queries and keys when the attention reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from penstock.errors import PenstockError
+from penstock.kv._visibility import Visibility
+
+
+class RangeMask:
+    """Mask of one call, for `penstock.kv`'s attention function only.
+
+    Attributes:
+        visibility: Tokens that each query sees.
+        shape: `(B, 1, n, keys)` that a mask in memory would have.
+        dtype: `torch.bool`.
+        device: The CPU.
+        start: Token of the first key.
+    """
+
+    dtype = torch.bool
+    device = torch.device("cpu")
+    ndim = 4
+
+    def __init__(self, visibility: Visibility, shape: tuple[int, ...], start: int) -> None:
+        self.visibility = visibility
+        self.shape = torch.Size(shape)
+        self.start = start
+
+    def __repr__(self) -> str:
+        return f"RangeMask(shape={tuple(self.shape)}, start={self.start})"
+
+    def dim(self) -> int:
+        """Return 4."""
+        return self.ndim
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the model asks the attention mask of penstock.kv.cache for {name!r}; it must hand "
+            "the mask to Transformers' attention interface as it is"
+        )
+
+    def __getitem__(self, index: object) -> Any:
+        raise PenstockError(
+            f"the model cuts the attention mask of penstock.kv.cache ({index}); it must hand the "
+            "mask to Transformers' attention interface as it is"
+        )
+
+    def in_memory(self) -> torch.Tensor | None:
+        """Return the mask as a bool tensor `(1 or B, 1, n, keys)`; None where all is visible."""
+        last = self.start + self.shape[3]
+        seen = self.visibility.between(slice(0, self.shape[2]), self.start, last)
+        return None if seen is None else seen.expand(-1, -1, self.shape[2], -1)
+
+
+def make_range_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., torch.Tensor] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> RangeMask:
+    """Return the mask of a call, as Transformers' mask interface asks for it.
+
+    Args:
+        batch_size: Sequences.
+        q_length: Queries.
+        kv_length: Keys.
+        q_offset: Token of the first query.
+        kv_offset: Token of the first key.
+        mask_function: Visibility by indices of batch, head, query and key.
+        attention_mask: bool `(B, tokens)`: False for padding.
+        use_vmap: Whether `mask_function` may be other than elementwise.
+        **_: Wishes of other mask functions.
+
+    Raises:
+        PenstockError: `mask_function` may be other than elementwise.
+    """
+    if use_vmap:
+        raise PenstockError(
+            "penstock.kv.cache evaluates masks for ranges of tokens, which or_mask_function= and "
+            "and_mask_function= of the model do not promise to allow; use another cache"
+        )
+    padding = None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        padding = attention_mask.bool()
+    elif attention_mask is not None and attention_mask.shape[1] < kv_offset + kv_length:
+        padding = attention_mask.bool()  # tokens beyond it are not seen
+    is_plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    visibility = Visibility(
+        batch_size=batch_size,
+        query_start=int(q_offset),
+        is_causal=mask_function is causal_mask_function,
+        rule=None if is_plain else mask_function,
+        padding=padding,
+    )
+    return RangeMask(visibility, (batch_size, 1, q_length, kv_length), int(kv_offset))

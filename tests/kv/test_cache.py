@@ -1,0 +1,307 @@
+"""`penstock.kv.cache` against `DynamicCache`: tokens, logits, bytes."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_models import (
+    MODELS,
+    assert_same,
+    cache_bytes,
+    generate,
+    make_model,
+    make_prompt,
+    transformers,
+)
+
+import penstock
+from penstock.kv.transformers import PooledCache
+
+BLOCK = 16
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make_cache(model: Any, budget: int | str = "64KiB", **options: Any) -> Any:
+    return penstock.kv.cache(model, device_memory=budget, block_tokens=BLOCK, **options)
+
+
+@pytest.mark.parametrize("part", [4, 16])
+@pytest.mark.parametrize("kind", MODELS)
+def test_tokens_are_those_of_dynamic_cache(kind: str, part: int):
+    model, prompt = make_model(kind), make_prompt(500)
+    theirs = generate(model, prompt, 40)
+    budget = cache_bytes(model, 540) // part
+    with make_cache(model, budget) as cache:
+        assert_same(generate(model, prompt, 40, past_key_values=cache), theirs)
+        check_bytes(cache.report(), budget)
+        # All layers of this Mistral have a window, and all windows fit a quarter.
+        assert (cache.report().num_misses > 0) == ((kind, part) != ("mistral", 4))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_tokens_are_the_same_from_a_file(kind: str, store: Path):
+    model, prompt = make_model(kind), make_prompt(500)
+    theirs = generate(model, prompt, 12)
+    budget = cache_bytes(model, 512) // 16
+    with make_cache(model, budget, store=store) as cache:
+        assert_same(generate(model, prompt, 12, past_key_values=cache), theirs)
+        report = cache.report()
+        assert report.file_bytes > 0
+        assert report.host_bytes == 0
+        check_bytes(report, budget)
+    assert list(store.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_200_tokens_are_the_same_from_a_file(kind: str, store: Path):
+    model, prompt = make_model(kind), make_prompt(500)
+    theirs = generate(model, prompt, 200)
+    budget = cache_bytes(model, 700) // 16
+    with make_cache(model, budget, store=store) as cache:
+        assert_same(generate(model, prompt, 200, past_key_values=cache), theirs)
+        check_bytes(cache.report(), budget)
+
+
+def check_bytes(report: Any, budget: int) -> None:
+    record_bytes = BLOCK * (32 + 32) * 4  # of one head, without padding
+    assert report.peak_device_bytes <= budget + report.tail_bytes
+    assert report.read_bytes == report.num_misses * record_bytes
+    # Each block is written at most once: what was written is there, or was there.
+    assert report.written_bytes % record_bytes == 0
+
+
+def test_nothing_is_written_or_read_when_everything_fits(store: Path):
+    model, prompt = make_model("llama"), make_prompt(100)
+    with make_cache(model, "4MiB", store=store) as cache:
+        generate(model, prompt, 20, past_key_values=cache)
+        report = cache.report()
+        assert report.num_hits > 0
+        assert (report.num_misses, report.read_bytes, report.written_bytes) == (0, 0, 0)
+
+
+def test_blocks_are_written_once(store: Path):
+    model, prompt = make_model("llama"), make_prompt(300, batch_size=1)
+    with make_cache(model, "48KiB", store=store) as cache:
+        generate(model, prompt, 100, past_key_values=cache)
+        report = cache.report()
+        full_blocks = 2 * (399 // BLOCK)  # two layers; the last token was not appended
+        assert report.num_blocks == full_blocks
+        assert 0 < report.written_bytes <= full_blocks * 2 * BLOCK * 64 * 4
+        assert report.file_bytes == report.written_bytes
+
+
+def test_host_memory_goes_first_and_the_file_takes_the_rest(store: Path):
+    model, prompt = make_model("llama"), make_prompt(300)
+    theirs = generate(model, prompt, 20)
+    with make_cache(model, "64KiB", host_memory="128KiB", store=store) as cache:
+        assert_same(generate(model, prompt, 20, past_key_values=cache), theirs)
+        report = cache.report()
+        assert report.host_bytes == 128 * 1024
+        assert report.file_bytes > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_window_layers_keep_their_window_only(kind: str):
+    model, prompt = make_model(kind), make_prompt(500, batch_size=1)
+    with make_cache(model, "1MiB") as cache:
+        generate(model, prompt, 20, past_key_values=cache)
+        in_window = -(-70 // BLOCK) + 1
+        num_full = 519 // BLOCK
+        most = num_full + (in_window if kind == "gemma3" else num_full)
+        least = num_full + (1 if kind == "gemma3" else num_full)
+        assert least <= cache.report().num_blocks <= most
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "t5"])
+@pytest.mark.parametrize("where", ["host", "file"])
+def test_beam_search(kind: str, where: str, store: Path):
+    model, prompt = make_model(kind), make_prompt(90)
+    options = {"num_beams": 3, "output_scores": False}
+    theirs = generate(model, prompt, 24, **options)
+    with make_cache(model, "64KiB", store=store if where == "file" else None) as cache:
+        ours = generate(model, prompt, 24, past_key_values=cache, **options)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores)
+
+
+def test_beams_share_full_blocks():
+    model, prompt = make_model("llama"), make_prompt(160, batch_size=1)
+    with make_cache(model, "1MiB") as cache:
+        with torch.no_grad():
+            model(**prompt, past_key_values=cache)
+        cache.batch_repeat_interleave(4)
+        assert cache.report().num_blocks == 2 * (160 // BLOCK)  # two layers, not times four
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+def test_assisted_decoding(kind: str):
+    model, prompt = make_model(kind), make_prompt(90, batch_size=1)
+    theirs = generate(model, prompt, 60, output_logits=False)
+    torch.manual_seed(3)
+    assistant = MODELS[kind]().eval()
+    for module in assistant.parameters():  # near the model, so that some guesses are right
+        module.data.mul_(0.02)
+    for own, other in zip(assistant.parameters(), model.parameters(), strict=True):
+        own.data.add_(other.data)
+    assistant.generation_config.eos_token_id = None
+    with make_cache(model) as cache:
+        ours = generate(
+            model, prompt, 60, past_key_values=cache, assistant_model=assistant, output_logits=False
+        )
+        assert torch.equal(ours.sequences, theirs.sequences)
+
+
+def test_prompt_lookup_decoding():
+    model = make_model("gemma3")
+    prompt = make_prompt(40, batch_size=1)
+    prompt = {name: each.repeat(1, 4) for name, each in prompt.items()}
+    options = {"prompt_lookup_num_tokens": 4, "output_logits": False}
+    theirs = generate(model, prompt, 50, output_logits=False)
+    with make_cache(model) as cache:
+        ours = generate(model, prompt, 50, past_key_values=cache, **options)
+        assert torch.equal(ours.sequences, theirs.sequences)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt2"])
+def test_prefill_in_chunks(kind: str, store: Path):
+    model, prompt = make_model(kind), make_prompt(500)
+    theirs = generate(model, prompt, 8)
+    with make_cache(model, "64KiB", store=store) as cache:
+        ours = generate(model, prompt, 8, past_key_values=cache, prefill_chunk_size=128)
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+def test_several_turns_on_one_cache(kind: str):
+    model = make_model(kind)
+    other = transformers.DynamicCache(config=model.config)
+    with make_cache(model, "64KiB") as cache:
+        tokens = make_prompt(60, batch_size=1)["input_ids"]
+        for turn in range(3):
+            ours = generate(model, {"input_ids": tokens}, 20, past_key_values=cache)
+            cache_length = cache.get_seq_length()
+            model.set_attn_implementation("eager")
+            theirs = generate(model, {"input_ids": tokens}, 20, past_key_values=other)
+            model.set_attn_implementation("penstock_kv")
+            assert_same(ours, theirs)
+            assert cache_length == other.get_seq_length()
+            extra = torch.full((1, 30), 7 + turn)
+            tokens = torch.cat([ours.sequences, extra], 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+def test_calls_of_any_length_add_up(kind: str):
+    model, prompt = make_model(kind), make_prompt(200, batch_size=1)
+    tokens = prompt["input_ids"]
+    with torch.no_grad():
+        whole = model(input_ids=tokens).logits
+        with make_cache(model, "48KiB") as cache:
+            at, parts = 0, []
+            for length in (50, 1, 3, 16, 17, 40, 1, 72):
+                part = model(input_ids=tokens[:, at : at + length], past_key_values=cache)
+                parts.append(part.logits)
+                at += length
+            assert at == 200
+            torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_crop_and_reset():
+    model, prompt = make_model("llama"), make_prompt(100, batch_size=1)
+    with make_cache(model) as cache, torch.no_grad():
+        tokens = prompt["input_ids"]
+        model(input_ids=tokens, past_key_values=cache)
+        cache.crop(-45)
+        assert cache.get_seq_length() == 55
+        after = model(input_ids=tokens[:, 55:70], past_key_values=cache).logits
+        torch.testing.assert_close(after, model(input_ids=tokens[:, :70]).logits[:, 55:])
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert cache.report().num_blocks == 0
+        again = model(input_ids=tokens, past_key_values=cache).logits
+        torch.testing.assert_close(again, model(input_ids=tokens).logits)
+
+
+def test_selecting_sequences():
+    model, prompt = make_model("llama"), make_prompt(60, batch_size=4)
+    step = torch.tensor([[5], [6]])
+    with torch.no_grad(), make_cache(model) as cache:
+        other = transformers.DynamicCache(config=model.config)
+        model(**prompt, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([3, 1]))
+        mask = torch.cat([prompt["attention_mask"][[3, 1]], torch.ones(2, 1, dtype=torch.int64)], 1)
+        ours = model(input_ids=step, attention_mask=mask, past_key_values=cache).logits
+        cache.close()
+        model(**prompt, past_key_values=other)
+        other.batch_select_indices(torch.tensor([3, 1]))
+        theirs = model(input_ids=step, attention_mask=mask, past_key_values=other).logits
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_in_memory(dtype: torch.dtype):
+    model, tokens = make_model("llama"), make_prompt(64, batch_size=1)["input_ids"]
+    seen = torch.rand(64, 64, generator=torch.Generator().manual_seed(2)) < 0.7
+    seen = (seen | torch.eye(64, dtype=torch.bool)).tril()[None, None]
+    mask = seen
+    if dtype != torch.bool:
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(dtype).min)
+    with torch.no_grad():
+        theirs = model(input_ids=tokens, attention_mask=mask).logits
+        with make_cache(model) as cache:
+            parts = [
+                model(
+                    input_ids=tokens[:, a:b], attention_mask=mask[:, :, a:b, :b],
+                    past_key_values=cache,
+                ).logits
+                for a, b in ((0, 30), (30, 33), (33, 64))
+            ]
+    torch.testing.assert_close(torch.cat(parts, 1), theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_without_the_cache_computes_as_before():
+    for kind in ("llama", "gemma2", "t5"):
+        model, prompt = make_model(kind), make_prompt(100)
+        theirs = generate(model, prompt, 6)
+        with make_cache(model):
+            assert_same(generate(model, prompt, 6), theirs)
+
+
+def test_the_models_attention_comes_back():
+    model = make_model("llama")
+    before = model.config._attn_implementation
+    first, second = make_cache(model), make_cache(model)
+    assert model.config._attn_implementation == "penstock_kv"
+    first.close()
+    first.close()
+    assert model.config._attn_implementation == "penstock_kv"
+    del second
+    gc.collect()
+    assert model.config._attn_implementation == before
+
+
+def test_a_cache_that_dies_leaves_nothing(store: Path):
+    model, prompt = make_model("llama"), make_prompt(200)
+    cache = make_cache(model, store=store)
+    generate(model, prompt, 4, past_key_values=cache)
+    assert isinstance(cache, PooledCache)
+    del cache
+    gc.collect()
+    assert model.config._attn_implementation != "penstock_kv"
+    assert list(store.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype):
+    model, prompt = make_model("llama").to(dtype), make_prompt(200, batch_size=1)
+    with torch.no_grad():
+        theirs = model(**prompt).logits
+        with make_cache(model, "32KiB") as cache:
+            model(input_ids=prompt["input_ids"][:, :190], past_key_values=cache)
+            ours = model(input_ids=prompt["input_ids"][:, 190:], past_key_values=cache).logits
+    # Logits near 1 of two layers in 8 bits of mantissa.
+    torch.testing.assert_close(ours, theirs[:, 190:], atol=0.2, rtol=0.1)
