@@ -3,11 +3,13 @@
     python benchmarks/_kv_kernel.py                            # all cases
     python benchmarks/_kv_kernel.py --dims 128 --keys 4096 --dtypes float32 --threads 1
 
-A call reads one layer; a pass calls several layers in turn, so many that the bytes read between two
-calls of a layer exceed LEAST_BYTES and no layer stays in a cache by accident. Arms take turns in one
-process, pass by pass, in an order that alternates; ratios are taken within a round. SDPA has its keys
-and values as it likes them, `(1, H, N, d)` each, contiguous. Where heads share keys it has two arms:
-the heads of a group as rows of the query ("SDPA folded"), and `enable_gqa`.
+A call reads one layer; a pass calls several layers in turn, so many that the bytes read between
+two calls of a layer exceed LEAST_BYTES and no layer stays in a cache by accident. Arms take turns
+in one process, pass by pass, in an order that alternates; ratios are taken within a round. SDPA has
+its keys and values as it likes them, `(1, H, N, d)` each, contiguous. Where heads share keys it has
+two arms: the heads of a group as rows of the query ("SDPA folded"), and `enable_gqa`. Records lie
+in huge pages where the kernel grants them, as a pool's memory may; SDPA's memory is as torch
+allocates it (`--small-pages`: the records' too).
 
 `kernel_rows` is what `benchmarks/kv.py` calls.
 """
@@ -30,6 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _rows import BenchmarkRow, Limit, announce, argument_parser, environment, write_rows
 from penstock.kv._kernel import attend_records
+from penstock.memory.pages import advise_huge_pages
 
 TOPIC = "kv"
 OURS, PLAIN, FOLDED, GQA = "penstock", "SDPA", "SDPA folded", "SDPA enable_gqa"
@@ -52,6 +55,7 @@ class Case:
         num_keys: Tokens of the context.
         dtype: Of query, keys and values.
         num_threads: torch's.
+        huge_pages: Whether records lie in huge pages, where the kernel grants them.
     """
 
     dim: int
@@ -60,6 +64,7 @@ class Case:
     num_keys: int
     dtype: torch.dtype
     num_threads: int
+    huge_pages: bool = True
 
     @property
     def layer_bytes(self) -> int:
@@ -83,7 +88,7 @@ class Case:
         threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
         return (
             f"kernel: {self.num_keys} keys, {self.kv_heads}x{self.group} heads of {self.dim}, "
-            f"{name}, {threads}"
+            f"{name}, {threads}" + ("" if self.huge_pages else ", small pages")
         )
 
 
@@ -112,6 +117,8 @@ class Layers:
         records = torch.empty(
             case.num_layers, case.kv_heads, num_blocks, 2, floats, dtype=case.dtype
         )
+        if case.huge_pages:
+            advise_huge_pages(records.data_ptr(), records.nbytes)
         for layer in range(case.num_layers):
             keys[layer], values[layer] = keys[0], values[0]
             for half, of in enumerate((keys, values)):
@@ -224,6 +231,7 @@ def make_cases(options: argparse.Namespace) -> list[Case]:
             num_keys=num_keys,
             dtype=getattr(torch, dtype),
             num_threads=num_threads,
+            huge_pages=not options.small_pages,
         )
         for dtype in options.dtypes
         for dim in options.dims
@@ -262,6 +270,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keys", nargs="+", type=int, default=[4096, 16384, 65536])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--small-pages", action="store_true", help="for records too")
     parser.add_argument("--budget-seconds", type=float, default=2.0, help="of a case, roughly")
 
 

@@ -41,7 +41,8 @@ typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 constexpr int64_t kPair = 2 * kLanes;    // elements that are loaded together
 constexpr int64_t kTaskTokens = 1024;    // tokens of a task, unless one record has more
 constexpr int64_t kValueTokens = 32;     // tokens whose values a first-level cache holds
-constexpr int64_t kAheadBytes = 8192;    // distance of what is fetched ahead, across records
+constexpr int64_t kAheadBytes = 16384;   // distance of what the second-level cache fetches
+constexpr int64_t kNearBytes = 2048;     // and of what the first-level cache takes from it
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 // As `_kernel.py` passes it; strides are of elements, that of a token is 1.
@@ -166,11 +167,6 @@ inline int64_t place_of(int64_t element) {
   return std::is_same_v<Element, Brain> ? element % 2 * kLanes + element / 2 : element;
 }
 
-template <size_t... Lane>
-inline Bits lanes_from(std::index_sequence<Lane...>) {
-  return Bits{static_cast<int32_t>(Lane)...};
-}
-
 // Return the vector of left's and right's lanes that `index` names; right's begin at kLanes.
 template <int Half, bool IsFar, size_t... Lane>
 inline Vector pick(Vector left, Vector right, std::index_sequence<Lane...>) {
@@ -253,36 +249,43 @@ struct Ahead {
 
   // Return the distance from a byte of this record to what is fetched while it is read.
   int64_t distance(int64_t offset) const {
-    if (offset + kAheadBytes < record_bytes) return kAheadBytes;
-    return next == nullptr ? 0 : next - now + kAheadBytes - record_bytes;
+    const int64_t ahead = std::min(kAheadBytes, record_bytes);
+    if (offset + ahead < record_bytes) return ahead;
+    return next == nullptr ? 0 : next - now + ahead - record_bytes;
   }
 };
 
-template <bool Fetches, class Element>
+// Fetch the lines of a pair twice: from memory early, and from the second-level cache late.
+template <class Element>
 inline void fetch(const Element* from, int64_t distance) {
-  if (!Fetches) return;
-  const char* ahead = reinterpret_cast<const char*>(from) + distance;
-  __builtin_prefetch(ahead, 0, 3);
-  if (kPair * sizeof(Element) > kLine) __builtin_prefetch(ahead + kLine, 0, 3);
+  const char* now = reinterpret_cast<const char*>(from);
+  __builtin_prefetch(now + distance, 0, 2);
+  __builtin_prefetch(now + kNearBytes, 0, 3);
+  if (kPair * sizeof(Element) > kLine) {
+    __builtin_prefetch(now + distance + kLine, 0, 2);
+    __builtin_prefetch(now + kNearBytes + kLine, 0, 3);
+  }
 }
+
+// Turns at which rows fetch ahead: memory is slower than arithmetic, and its work is to be even.
+enum Turn : int { kNoTurn = 0, kEvenTurns = 1, kOddTurns = 2, kAllTurns = 3 };
 
 // Call `body` for rows by fours, then by two and one; the first ones fetch ahead for all.
 template <class Body>
 inline void for_rows(int64_t num_rows, Body body) {
-  using Four = std::integral_constant<int, 4>;
   using Two = std::integral_constant<int, 2>;
   using One = std::integral_constant<int, 1>;
-  int64_t row = num_rows & ~int64_t{3};
-  if (row > 0) body(Four(), std::true_type(), 0);
-  for (int64_t i = 4; i < row; i += 4) body(Four(), std::false_type(), i);
-  const bool is_first = row == 0;
-  if (num_rows & 2) {
-    is_first ? body(Two(), std::true_type(), row) : body(Two(), std::false_type(), row);
-    row += 2;
-  }
-  if (num_rows & 1)
-    row == 0 ? body(One(), std::true_type(), row) : body(One(), std::false_type(), row);
+  const int64_t num_fours = num_rows / 4;
+  int64_t row = 0;
+  for (int64_t i = 0; i < num_fours; ++i, row += 4)
+    body(std::integral_constant<int, 4>(), row,
+         i > 1 ? kNoTurn : num_fours == 1 ? kAllTurns : i == 0 ? kEvenTurns : kOddTurns);
+  if (num_rows & 2) body(Two(), row, row == 0 ? kAllTurns : kNoTurn);
+  row += num_rows & 2;
+  if (num_rows & 1) body(One(), row, row == 0 ? kAllTurns : kNoTurn);
 }
+
+inline bool is_turn(Turn turn, int64_t number) { return turn >> (number & 1) & 1; }
 
 // Some records of one KV head, with the sums of its rows.
 template <class Element>
@@ -297,16 +300,17 @@ struct Task {
   float* sums;         // (rows, width): of exp(s - m) v
   float* maxima;       // (rows,)
   float* totals;       // (rows,): of exp(s - m)
-  Vector* lane_totals;  // (rows,)
+  float* lane_totals;  // (rows, kLanes): the same, by lane
 
   // Write q . k of `Rows` rows and kLanes keys.
-  template <int Rows, bool Fetches>
-  void score_rows(const Element* const* keys, const float* rows, float* to,
+  template <int Rows>
+  void score_rows(const Element* const* keys, const float* rows, float* to, Turn turn,
                   int64_t distance) const {
     constexpr int kKeys = kLanes / Rows;
     const int64_t whole = call.key_dim / kPair * kPair, rest = call.key_dim - whole;
     for (int part = 0; part < Rows; ++part, keys += kKeys, to += kKeys) {
       Vector products[kLanes] = {};
+      const bool fetches = is_turn(turn, part);
       const auto add = [&](int64_t column, auto load_key) {
         Vector near[Rows], far[Rows];
         UNROLLED for (int j = 0; j < Rows; ++j) {
@@ -314,7 +318,7 @@ struct Task {
           far[j] = load(rows + j * key_width + column + kLanes);
         }
         UNROLLED for (int i = 0; i < kKeys; ++i) {
-          fetch<Fetches>(keys[i] + column, distance);
+          if (fetches) fetch(keys[i] + column, distance);
           const Pair key = load_key(keys[i] + column);
           UNROLLED for (int j = 0; j < Rows; ++j) {
             products[j * kKeys + i] += near[j] * key.near;
@@ -340,9 +344,9 @@ struct Task {
       const Element* tile[kLanes];
       for (int64_t i = 0; i < kLanes; ++i)
         tile[i] = keys + std::min(token + i, count - 1) * dim;  // the last one again
-      for_rows(num_rows, [&](auto rows, auto fetches, int64_t row) {
-        score_rows<rows(), fetches()>(tile, query + row * key_width, scores + row * padded + token,
-                                      distance);
+      for_rows(num_rows, [&](auto rows, int64_t row, Turn turn) {
+        score_rows<rows()>(tile, query + row * key_width, scores + row * padded + token, turn,
+                           distance);
       });
     }
   }
@@ -372,7 +376,7 @@ struct Task {
     for (int64_t t = count; t < divide_up(count, kLanes) * kLanes; ++t) of_row[t] = kHidden;
   }
 
-  // Replace the scores of a record by exp(s - m); return nothing but new m and l of its rows.
+  // Replace the scores of a record by exp(s - m), with the new m, and add them to l.
   void weigh_record(int64_t record, int64_t count) const {
     for (int64_t row = 0; row < call.num_rows; ++row) {
       change_scores(row, record, count);
@@ -382,9 +386,10 @@ struct Task {
       const float before = maxima[row];
       const float now = std::max(before, max_lanes(most));
       const float shift = now == kHidden ? 0.0f : now;  // rows that see nothing have weights of 0
+      float* of_lanes = lane_totals + row * kLanes;
       if (now != before) {
         const float factor = exp_of(before - shift);
-        lane_totals[row] *= factor;
+        store(of_lanes, factor * load(of_lanes));
         float* sum = sums + row * width;
         for (int64_t i = 0; i < width; i += kLanes) store(sum + i, factor * load(sum + i));
         maxima[row] = now;
@@ -395,7 +400,7 @@ struct Task {
         store(of_row + t, weight);
         total += weight;
       }
-      lane_totals[row] += total;
+      store(of_lanes, load(of_lanes) + total);
       if (call.record_lse != nullptr)
         call.record_lse[(head * call.num_rows + row) * call.num_records + record] =
             shift + std::log(sum_lanes(total));
@@ -403,9 +408,9 @@ struct Task {
   }
 
   // Add weights times some tokens' values to `Pairs` pairs of `Rows` rows.
-  template <int Rows, bool Fetches, int Pairs, bool IsWhole>
+  template <int Rows, int Pairs, bool IsWhole>
   void add_values(const Element* values, int64_t num_tokens, const float* weights, float* to,
-                  int64_t rest, int64_t distance) const {
+                  int64_t rest, Turn turn, int64_t distance) const {
     Vector near[Rows][Pairs], far[Rows][Pairs];
     UNROLLED for (int j = 0; j < Rows; ++j)
       UNROLLED for (int p = 0; p < Pairs; ++p) {
@@ -413,10 +418,11 @@ struct Task {
         far[j][p] = load(to + j * width + p * kPair + kLanes);
       }
     for (int64_t t = 0; t < num_tokens; ++t, values += call.value_dim) {
+      const bool fetches = is_turn(turn, t);
       float weight[Rows];
       UNROLLED for (int j = 0; j < Rows; ++j) weight[j] = weights[j * padded + t];
       UNROLLED for (int p = 0; p < Pairs; ++p) {
-        fetch<Fetches>(values + p * kPair, distance);
+        if (fetches) fetch(values + p * kPair, distance);
         const Pair value = load_elements<IsWhole>(values + p * kPair, rest);
         UNROLLED for (int j = 0; j < Rows; ++j) {
           near[j][p] += weight[j] * value.near;
@@ -432,22 +438,22 @@ struct Task {
   }
 
   // Add to all columns of `Rows` rows.
-  template <int Rows, bool Fetches>
+  template <int Rows>
   void add_columns(const Element* values, int64_t num_tokens, const float* weights, float* to,
-                   int64_t distance) const {
+                   Turn turn, int64_t distance) const {
     constexpr int kMost = kLanes == 8 ? 4 / Rows : Rows == 4 ? 2 : 4;
     constexpr int kPairs = kMost < 1 ? 1 : kMost;
     const int64_t whole = call.value_dim / kPair * kPair;
     int64_t column = 0;
     for (; column + kPairs * kPair <= whole; column += kPairs * kPair)
-      add_values<Rows, Fetches, kPairs, true>(values + column, num_tokens, weights, to + column, 0,
-                                              distance);
+      add_values<Rows, kPairs, true>(values + column, num_tokens, weights, to + column, 0, turn,
+                                       distance);
     for (; column < whole; column += kPair)
-      add_values<Rows, Fetches, 1, true>(values + column, num_tokens, weights, to + column, 0,
-                                         distance);
+      add_values<Rows, 1, true>(values + column, num_tokens, weights, to + column, 0, turn,
+                                       distance);
     if (const int64_t rest = call.value_dim - whole; rest > 0)
-      add_values<Rows, Fetches, 1, false>(values + whole, num_tokens, weights, to + whole, rest,
-                                          distance);
+      add_values<Rows, 1, false>(values + whole, num_tokens, weights, to + whole, rest, turn,
+                                       distance);
   }
 
   void add_record(const Element* values, int64_t count, const Ahead& ahead) const {
@@ -457,9 +463,9 @@ struct Task {
       const int64_t num_tokens = std::min(kValueTokens, count - token);
       const Element* from = values + token * call.value_dim;
       const int64_t distance = ahead.distance(before + token * call.value_dim * element);
-      for_rows(num_rows, [&](auto rows, auto fetches, int64_t row) {
-        add_columns<rows(), fetches()>(from, num_tokens, scores + row * padded + token,
-                                       sums + row * width, distance);
+      for_rows(num_rows, [&](auto rows, int64_t row, Turn turn) {
+        add_columns<rows()>(from, num_tokens, scores + row * padded + token, sums + row * width,
+                            turn, distance);
       });
     }
   }
@@ -471,7 +477,7 @@ struct Task {
                                  static_cast<int64_t>(sizeof(Element));
     std::fill_n(sums, num_rows * width, 0.0f);
     std::fill_n(maxima, num_rows, kHidden);
-    std::fill_n(lane_totals, num_rows, Vector{});
+    std::fill_n(lane_totals, num_rows * kLanes, 0.0f);
     for (int64_t record = first; record < end; ++record) {
       const int64_t count = counts[record];
       if (count == 0) {
@@ -489,7 +495,7 @@ struct Task {
       weigh_record(record, count);
       add_record(keys + call.record_tokens * call.key_dim, count, ahead);
     }
-    for (int64_t row = 0; row < num_rows; ++row) totals[row] = sum_lanes(lane_totals[row]);
+    for (int64_t row = 0; row < num_rows; ++row) totals[row] = sum_lanes(load(lane_totals + row * kLanes));
   }
 };
 
@@ -525,8 +531,8 @@ struct Work {
 
   void run_tasks(std::atomic<int64_t>& next) const {
     const int64_t num_rows = call.num_rows;
-    std::vector<float> query(num_rows * key_width), scores(num_rows * padded);
-    std::vector<Vector> lane_totals(num_rows);
+    std::vector<float> query(num_rows * key_width), scores(num_rows * padded),
+        lane_totals(num_rows * kLanes);
     int64_t arranged = -1;
     for (int64_t number = next++; number < num_tasks(); number = next++) {
       const int64_t head = number / num_splits, first = number % num_splits * task_records;
@@ -534,9 +540,9 @@ struct Work {
       arranged = head;
       float* sums = memory.get() + number * task_floats;
       float* maxima = sums + num_rows * width;
-      const Task<Element> task = {call,   head,          width, key_width, padded,
-                                  query.data(), scores.data(), sums,  maxima,    maxima + num_rows,
-                                  lane_totals.data()};
+      const Task<Element> task = {
+          call, head,   width,  key_width,         padded,            query.data(), scores.data(),
+          sums, maxima, maxima + num_rows, lane_totals.data()};
       task.run(first, std::min(first + task_records, call.num_records));
     }
   }
