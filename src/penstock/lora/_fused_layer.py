@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, Linear
@@ -45,8 +45,12 @@ _PART_TYPES = ((nn.Linear,), (nn.Linear,), (nn.Dropout, nn.Identity))
 _RANK_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that ranks differ in many bits; signed
 
 
-class FusedLinear(Linear):
-    """PEFT's `Linear`, with the adapters added by `penstock.lora`.
+# What a fused layer is beside PEFT's class of its own, whose methods `super()` finds.
+_Stock = Linear if TYPE_CHECKING else object
+
+
+class FusedLayer(_Stock):
+    """Forward pass of a layer of PEFT's with the adapters added by `penstock.lora`.
 
     Attributes:
         penstock_takes_names: Whether the model was called with `adapter_names`.
@@ -186,15 +190,35 @@ class FusedLinear(Linear):
         return seeds
 
 
-class FusedTorchaoLinear(FusedLinear, TorchaoLoraLinear):
-    """PEFT's layer around a quantised base of torchao, with the adapters added by `penstock.lora`.
+class FusedLinear(FusedLayer, Linear):
+    """PEFT's `Linear`, fused."""
+
+
+class FusedTorchaoLinear(FusedLayer, TorchaoLoraLinear):
+    """PEFT's layer around a quantised base of torchao, fused.
 
     Merging, which quantises the base again, is that of PEFT's class.
     """
 
 
-FUSED_TYPES: dict[type, type] = {Linear: FusedLinear, TorchaoLoraLinear: FusedTorchaoLinear}
-"""Classes of PEFT's layers that are fused, by exact type."""
+_fused_types: dict[type, type] = {Linear: FusedLinear, TorchaoLoraLinear: FusedTorchaoLinear}
+_BITSANDBYTES = ("peft.tuners.lora.bnb", ("Linear4bit", "Linear8bitLt"))
+
+
+def find_fused_type(kind: type) -> type | None:
+    """Return the fused class for the exact class of a layer of PEFT's; None where there is none.
+
+    Those of bitsandbytes compute their base's product themselves, and the adapters are added.
+    """
+    module, names = _BITSANDBYTES
+    if kind not in _fused_types and kind.__module__ == module and kind.__name__ in names:
+        _fused_types[kind] = type(f"Fused{kind.__name__}", (FusedLayer, kind), {})
+    return _fused_types.get(kind)
+
+
+def find_stock_type(kind: type) -> type | None:
+    """Return PEFT's class for a fused one; None where it is not fused."""
+    return next((stock for stock, fused in _fused_types.items() if fused is kind), None)
 
 
 def draw_seeds(num_seeds: int) -> Tensor:
