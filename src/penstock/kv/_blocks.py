@@ -175,11 +175,8 @@ class BlockReads:
         """Yield records in groups, each with an address that is valid until the next group.
 
         Resident records, and those of host memory, are where they lie. The others are read ahead
-        into buffers, and a group ends where one is full.
-
-        Args:
-            layout: Layout of the records.
-            pages, heads: Page and head of each record, int64, in the order in which it is wanted.
+        into buffers, and a group ends where one is full. `pages` and `heads`, int64, say the page
+        and the head of each record, in the order in which they are wanted.
 
         Yields:
             Numbers of records (indices into `pages`) and their addresses, both int64.

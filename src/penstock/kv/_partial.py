@@ -135,12 +135,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the partial result of queries over keys, in chunks whose scores fit a few MiB.
 
-    Args:
-        query: `(B, Hq, n, dk)`.
-        keys, values: `(B, H, m, dk)` and `(B, H, m, dv)` of the tokens from `first_key` on.
-        rule: Scores from products.
-        visibility: A `Visibility`: the keys that each query sees.
-        first_key: Token of the first key.
+    The query is `(B, Hq, n, dk)`; keys and values `(B, H, m, dk)` and `(B, H, m, dv)` are those of
+    the tokens from `first_key` on; `visibility` is a `Visibility`.
 
     Returns:
         The result `(B, Hq, n, dv)` and its log-sum-exp `(B, Hq, n)`, in float32 or float64.

@@ -71,13 +71,9 @@ def make_range_mask(
 ) -> RangeMask:
     """Return the mask of a call, as Transformers' mask interface asks for it.
 
-    Args:
-        batch_size, q_length, kv_length: Numbers of sequences, queries and keys.
-        q_offset, kv_offset: Tokens of the first query and of the first key.
-        mask_function: Visibility by indices of batch, head, query and key.
-        attention_mask: bool `(B, tokens)`: False for padding.
-        use_vmap: Whether `mask_function` may be other than elementwise.
-        **_: Wishes of other mask functions.
+    The first query is token `q_offset`, the first key token `kv_offset`; `mask_function` says the
+    visibility by indices of batch, head, query and key, and `attention_mask`, bool `(B, tokens)`,
+    is False for padding. Wishes of other mask functions change nothing.
 
     Raises:
         PenstockError: `mask_function` may be other than elementwise.
