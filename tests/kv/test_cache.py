@@ -306,3 +306,47 @@ def test_half_precision(dtype: torch.dtype):
             ours = model(input_ids=prompt["input_ids"][:, 190:], past_key_values=cache).logits
     # Logits near 1 of two layers in 8 bits of mantissa.
     torch.testing.assert_close(ours, theirs[:, 190:], atol=0.2, rtol=0.1)
+
+
+def test_a_compiled_model_breaks_its_graphs_at_the_cache():
+    model, tokens = make_model("llama"), make_prompt(70, batch_size=1)["input_ids"]
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend="eager", dynamic=True)
+    with make_cache(model) as cache, torch.no_grad():
+        theirs = model(input_ids=tokens).logits
+        parts = [
+            compiled(input_ids=tokens[:, a:b], past_key_values=cache).logits
+            for a, b in ((0, 67), (67, 68), (68, 70))
+        ]
+        whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"penstock\.kv keeps keys"):
+            whole(input_ids=tokens[:, :3], past_key_values=cache)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.cat(parts, 1), theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("selector", ["window", "nosa", "accumulated"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "t5"])
+def test_selectors_read_less(selector: str, kind: str):
+    model, prompt = make_model(kind), make_prompt(500)
+    reads = []
+    for each in ("all", selector):
+        with make_cache(model, "128KiB", selector=each) as cache:
+            ours = generate(model, prompt, 12, past_key_values=cache)
+            assert ours.sequences.shape[1] >= 12
+            report = cache.report()
+            assert report.peak_device_bytes <= report.budget_bytes + report.tail_bytes
+            reads.append(report.num_hits + report.num_misses)
+    assert reads[1] < reads[0] or kind == "t5"  # a short decoder, and cross attention reads all
+
+
+def test_a_selector_of_every_block_gives_the_same_tokens_over_beams():
+    from penstock.kv.selectors import Accumulated, Nosa
+
+    model, prompt = make_model("llama"), make_prompt(150)
+    options = {"num_beams": 3, "output_logits": False}
+    theirs = generate(model, prompt, 40, **options)
+    for selector in (Nosa(share=1.0), Accumulated(share=1.0)):
+        with make_cache(model, "256KiB", selector=selector) as cache:
+            ours = generate(model, prompt, 40, past_key_values=cache, **options)
+            assert torch.equal(ours.sequences, theirs.sequences)

@@ -282,7 +282,9 @@ def test_window_reads_sinks_and_recent_blocks():
     from penstock.kv.selectors import Window
 
     keys, values = torch.rand(1, 1, 330, 32), torch.rand(1, 1, 330, 32)
-    pool = BlockPool(device_memory="64KiB", block_tokens=16, selector=Window(num_blocks=4, num_sinks=1))
+    pool = BlockPool(
+        device_memory="64KiB", block_tokens=16, selector=Window(num_blocks=4, num_sinks=1)
+    )
     pool.append(0, keys, values)
     query = torch.rand(1, 1, 1, 32)
     out = attend_pool(pool, 0, query, ScoreRule(1.0), Visibility())

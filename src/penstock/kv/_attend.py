@@ -91,7 +91,7 @@ def _attend_few(
         step.attend(b[items], h[items], c[items], addresses)
     if not step.parts:
         step.attend(*np.zeros((4, 0), dtype=np.int64))
-    if selector is not None and is_noted and step.parts:
+    if selector is not None and is_noted and is_read.any():
         selector.note(layer, *step.shares(is_read))
     return step.parts
 

@@ -16,7 +16,7 @@ from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
 
 _BUFFER_BYTES = 4 * 2**20
-_STAGING_SHARE = 8  # a buffer takes at most this part of the budget
+_STAGING_SHARE = 4  # a buffer takes at most this part of the budget
 
 
 @dataclass(eq=False)

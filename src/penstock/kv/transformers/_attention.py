@@ -31,6 +31,7 @@ _WITHOUT_EFFECT = {
 }
 
 
+@torch.compiler.disable(reason="penstock.kv keeps keys and values outside of graphs")
 def attend_interface(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -107,6 +107,7 @@ class PooledLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the pool makes a layer with its first tokens."""
 
+    @torch.compiler.disable(reason="penstock.kv keeps keys and values outside of graphs")
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,6 +58,7 @@ class RangeMask:
         return None if seen is None else seen.expand(-1, -1, self.shape[2], -1)
 
 
+@torch.compiler.disable(reason="penstock.kv keeps keys and values outside of graphs")
 def make_range_mask(
     batch_size: int,
     q_length: int,
