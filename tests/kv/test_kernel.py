@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
+import mmap
 
 import pytest
 import torch
@@ -254,6 +255,37 @@ def test_large_scores_and_shares_that_vanish(way):
     torch.testing.assert_close(
         shares, (expected[2] - expected[1][..., None]).exp(), rtol=0, atol=4e-4
     )
+
+
+def test_maxima_of_tasks_far_apart():
+    """Sums of a task are relative to its own maximum; others would overflow in the merge."""
+    layer = Layer(num_records=130, num_tokens=2)
+    bias = torch.linspace(0, 500, layer.num_scores()).expand(2, 2, -1)
+    for shift in (bias, bias.flip(-1)):
+        found, expected = layer.attend(bias=shift), layer.formula(bias=shift)
+        torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-6, atol=0)
+        torch.testing.assert_close(found[0].double(), expected[0], rtol=0, atol=2e-4)
+
+
+def test_nothing_is_read_beyond_a_record():
+    """The record ends where the mapping does; reading the page after it would kill the process."""
+    layer = Layer(
+        batch=1, kv_heads=1, num_records=1, block_tokens=3, counts=torch.full((1, 1, 1), 3).int()
+    )
+    mapping = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    guard, length = ctypes.c_void_p(start + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE)
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(guard, length, 0) == 0
+    address = start + mmap.PAGESIZE - layer.memory.nbytes
+    ctypes.memmove(address, layer.memory.data_ptr(), layer.memory.nbytes)
+    layer.addresses = torch.tensor([[[address]]])
+    expected = layer.formula()
+    for group in (1, 2, 4):
+        layer.group, layer.query = group, layer.query[:, :1].repeat(1, group, 1, 1)
+        assert_close(
+            layer.attend()[:2], [each.repeat_interleave(group, 1) for each in expected[:2]]
+        )
 
 
 def test_nan_and_infinity_are_not_lost(way):

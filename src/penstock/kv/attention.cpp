@@ -1,7 +1,7 @@
 // Attention of few tokens over records of keys and values by address; `_kernel.py` calls it.
 //
-// A record has T keys and then T values of one KV head. For each row q of the queries that share the
-// head, over the tokens t of all its records that are valid and visible:
+// A record has T keys and then T values of one KV head. For each row q of the queries that share
+// the head, over the tokens t of all its records that are valid and visible:
 //
 //     s_t = softcap(scale q . k_t) + bias_t     m = max s_t     l = sum exp(s_t - m)
 //     out = sum exp(s_t - m) v_t / l            lse = m + log l
@@ -188,7 +188,8 @@ template <int Count, int Half = kLanes / 2>
 inline void add_lanes(Vector* sums) {
   UNROLLED for (int i = 0; i < Count / 2; ++i) {
     const Vector left = sums[2 * i], right = sums[2 * i + 1];
-    sums[i] = pick<Half, false>(left, right, AllLanes()) + pick<Half, true>(left, right, AllLanes());
+    sums[i] =
+        pick<Half, false>(left, right, AllLanes()) + pick<Half, true>(left, right, AllLanes());
   }
   if constexpr (Half > 1) add_lanes<Count / 2, Half / 2>(sums);
 }
@@ -447,13 +448,13 @@ struct Task {
     int64_t column = 0;
     for (; column + kPairs * kPair <= whole; column += kPairs * kPair)
       add_values<Rows, kPairs, true>(values + column, num_tokens, weights, to + column, 0, turn,
-                                       distance);
+                                distance);
     for (; column < whole; column += kPair)
       add_values<Rows, 1, true>(values + column, num_tokens, weights, to + column, 0, turn,
-                                       distance);
+                                distance);
     if (const int64_t rest = call.value_dim - whole; rest > 0)
       add_values<Rows, 1, false>(values + whole, num_tokens, weights, to + whole, rest, turn,
-                                       distance);
+                                distance);
   }
 
   void add_record(const Element* values, int64_t count, const Ahead& ahead) const {
@@ -495,7 +496,8 @@ struct Task {
       weigh_record(record, count);
       add_record(keys + call.record_tokens * call.key_dim, count, ahead);
     }
-    for (int64_t row = 0; row < num_rows; ++row) totals[row] = sum_lanes(load(lane_totals + row * kLanes));
+    for (int64_t row = 0; row < num_rows; ++row)
+      totals[row] = sum_lanes(load(lane_totals + row * kLanes));
   }
 };
 
