@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import penstock
 from kv_models import (
     MODELS,
     assert_same,
@@ -17,8 +19,6 @@ from kv_models import (
     make_prompt,
     transformers,
 )
-
-import penstock
 from penstock.kv.transformers import PooledCache
 
 BLOCK = 16

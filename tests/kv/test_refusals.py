@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from kv_models import generate, make_model, make_prompt, transformers
 
 import penstock
+from kv_models import generate, make_model, make_prompt, transformers
 from penstock.errors import CapacityError, InfeasibleError, PenstockError
 from penstock.kv.transformers._layer import KeysPlaceholder
 
