@@ -50,7 +50,7 @@ def calibrate(
             f"calibrate takes decoders that use Transformers' attention interface; "
             f"{type(model).__name__} has an encoder or computes its attention itself"
         )
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation or "eager"
     calibration = ChannelCalibration()
 
     def attend(module: torch.nn.Module, query: Any, key: Any, *args: Any, **options: Any) -> Any:
