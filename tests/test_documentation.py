@@ -116,6 +116,15 @@ def test_the_readme_example_of_adapters_runs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "adapters" / "latest" / "rank-4" / "adapter_config.json").exists()
 
 
+def test_the_examples_of_long_contexts_run_one_after_the_other(store, monkeypatch, capsys):
+    examples = blocks("docs/kv.md")
+    assert len(examples) == 2
+    source = "\n".join(examples).replace('store="/mnt/nvme"', f"store={str(store)!r}")
+    said = execute(source, store, monkeypatch, capsys)
+    assert "misses" in said and "True" in said and "newest" in said
+    assert list(store.iterdir()) == []
+
+
 def section(page: str, heading: str) -> str:
     text = (REPOSITORY / page).read_text()
     return text.split(f"## {heading}\n")[1].split("\n## ")[0]

@@ -39,16 +39,30 @@ def _decoder(config: str, model: str, **changes: Any) -> Callable[[], Any]:
 
 def _gpt2() -> Any:
     settings = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=2, n_positions=2048, pad_token_id=0,
-        bos_token_id=1, eos_token_id=None, initializer_range=0.2,
+        vocab_size=VOCABULARY,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        n_positions=2048,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        initializer_range=0.2,
     )
     return transformers.GPT2LMHeadModel(settings)
 
 
 def _t5() -> Any:
     settings = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=64, d_kv=32, d_ff=96, num_layers=2, num_heads=2,
-        pad_token_id=0, eos_token_id=None, decoder_start_token_id=0,
+        vocab_size=VOCABULARY,
+        d_model=64,
+        d_kv=32,
+        d_ff=96,
+        num_layers=2,
+        num_heads=2,
+        pad_token_id=0,
+        eos_token_id=None,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(settings)
 

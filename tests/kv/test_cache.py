@@ -255,7 +255,8 @@ def test_masks_in_memory(dtype: torch.dtype):
         with make_cache(model) as cache:
             parts = [
                 model(
-                    input_ids=tokens[:, a:b], attention_mask=mask[:, :, a:b, :b],
+                    input_ids=tokens[:, a:b],
+                    attention_mask=mask[:, :, a:b, :b],
                     past_key_values=cache,
                 ).logits
                 for a, b in ((0, 30), (30, 33), (33, 64))

@@ -42,9 +42,16 @@ def test_attention_weights():
 
 def test_attention_sinks_of_gpt_oss():
     settings = transformers.GptOssConfig(
-        vocab_size=89, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_local_experts=2,
-        num_experts_per_tok=1, pad_token_id=0,
+        vocab_size=89,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        pad_token_id=0,
     )
     model = transformers.GptOssForCausalLM(settings).eval()
     try:
@@ -64,8 +71,13 @@ def test_a_model_that_computes_attention_itself():
 
 def test_layers_without_keys():
     settings = transformers.Lfm2Config(
-        vocab_size=89, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, layer_types=["conv", "full_attention"],
+        vocab_size=89,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
     )
     with pytest.raises(PenstockError, match=r"layers of the types \['conv'\]"):
         make_cache(transformers.Lfm2ForCausalLM(settings))
@@ -151,7 +163,7 @@ def test_a_budget_below_one_block_per_layer(store: Path):
 def test_host_memory_without_a_file_runs_full():
     model, prompt = make_model("llama"), make_prompt(300)
     with make_cache(model, host_memory="64KiB") as cache:
-        with pytest.raises(CapacityError, match="host_memory=64.*store="):
+        with pytest.raises(CapacityError, match=r"host_memory=64.*store="):
             generate(model, prompt, 2, past_key_values=cache)
         with pytest.raises(PenstockError, match="lost tokens"):
             generate(model, prompt, 2, past_key_values=cache)

@@ -34,7 +34,7 @@ class Area:
         return self._bytes[offset : offset + num_bytes].view(dtype)
 
 
-class Slots:
+class SlotMemory:
     """Slots of equal length, numbered from 0, in slabs that are mapped when they are first used.
 
     Args:

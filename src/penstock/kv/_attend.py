@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,7 +79,7 @@ def _attend_few(
     first_token: int,
 ) -> list[_Part]:
     state = pool.blocks(layer)
-    selector = pool.selector_of(layer)
+    selector: Any = pool.selector_of(layer)
     # A user's selector may have `note` or not, behind one that always has.
     is_noted = bool(getattr(selector, "has_note", hasattr(selector, "note")))
     step = _Step(state, query, rule, visibility, first_token, is_noted)
@@ -90,7 +91,7 @@ def _attend_few(
         step.attend(b[items], h[items], c[items], addresses)
     if not step.parts:
         step.attend(*np.zeros((4, 0), dtype=np.int64))
-    if step.is_noted:
+    if selector is not None and is_noted and step.parts:
         selector.note(layer, *step.shares(is_read))
     return step.parts
 
@@ -125,7 +126,9 @@ class _Step:
             seen[..., : first_token - start] = False
         if bias is not None:
             before = rule.bias_start - start
-            bias = torch.nn.functional.pad(bias, (before, 0)) if before >= 0 else bias[..., -before:]
+            bias = (
+                torch.nn.functional.pad(bias, (before, 0)) if before >= 0 else bias[..., -before:]
+            )
         if seen is not None and seen.shape[1] > 1:  # differs by query head: the bias hides it
             hidden = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
             bias, seen = hidden if bias is None else bias + hidden, seen.any(1, keepdim=True)
@@ -202,7 +205,7 @@ class _Step:
 
     def shares(self, is_read: np.ndarray) -> _Part:
         """Return the blocks that were read, -1 elsewhere, and their shares of the weights."""
-        B, H = is_read.shape[:2]
+        H = is_read.shape[1]
         lse = merge(self.parts)[1]
         lse = lse.masked_fill(lse == -math.inf, 0.0)
         weights = torch.zeros(is_read.shape)
@@ -265,9 +268,15 @@ def _gather(
             pairs = zip(places[items].tolist(), addresses.tolist(), strict=True)
             for place, address in pairs:
                 copy_bytes(keys.data_ptr() + place * key_bytes, address, key_bytes)
-                copy_bytes(values.data_ptr() + place * value_bytes, address + key_bytes, value_bytes)
+                copy_bytes(
+                    values.data_ptr() + place * value_bytes, address + key_bytes, value_bytes
+                )
         skipped = max(0, first_token - first * T)
-        yield first * T + skipped, keys.flatten(2, 3)[:, :, skipped:], values.flatten(2, 3)[:, :, skipped:]
+        yield (
+            first * T + skipped,
+            keys.flatten(2, 3)[:, :, skipped:],
+            values.flatten(2, 3)[:, :, skipped:],
+        )
 
 
 def _is_seen(visibility: Visibility, num_queries: int, first: int, last: int) -> bool:

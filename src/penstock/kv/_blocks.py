@@ -1,4 +1,4 @@
-"""Blocks of a layer, and the two ways of their records: storing full blocks, reading records back."""
+"""Blocks of a layer, the storing of full ones, and the reading of their records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from penstock.kv._device import DeviceTier
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import Buffer, LowerTiers, PageTable
+from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
 from penstock.memory import Ledger, Link
 from penstock.memory.raw_memory import copy_bytes
 
@@ -56,7 +56,7 @@ class LayerBlocks:
 class BlockWrites:
     """Storing of full blocks: in free slots of the device tier, the others below."""
 
-    def __init__(self, pages: PageTable, device: DeviceTier, lower: LowerTiers) -> None:
+    def __init__(self, pages: PageTable, device: DeviceTier, lower: PageTiers) -> None:
         self._pages = pages
         self._device = device
         self._lower = lower
@@ -157,11 +157,11 @@ class _Wanted:
     is_first: np.ndarray  # bool: missing, and not equal to the one before
 
 
-class RecordReads:
+class BlockReads:
     """Reading of records, wherever they are."""
 
     def __init__(
-        self, pages: PageTable, device: DeviceTier, lower: LowerTiers, ledger: Ledger
+        self, pages: PageTable, device: DeviceTier, lower: PageTiers, ledger: Ledger
     ) -> None:
         self._pages = pages
         self._device = device
@@ -175,25 +175,17 @@ class RecordReads:
         """Yield records in groups, each with an address that is valid until the next group.
 
         Resident records, and those of host memory, are where they lie. The others are read ahead
-        into buffers, and a group ends where one is full.
-
-        Args:
-            layout: Layout of the records.
-            pages: Page of each record, int64, in the order in which they are wanted.
-            heads: Head of each.
+        into buffers, and a group ends where one is full. `pages` and `heads`, int64, say the page
+        and the head of each record, in the order in which they are wanted.
 
         Yields:
             Numbers of records (indices into `pages`) and their addresses, both int64.
-
-        Raises:
-            StoreReadError: The file could not be read.
         """
         if not len(pages):
             return
+        order = _order_of(pages * layout.num_heads + heads)
+        pages, heads = pages[order], heads[order]
         records = pages * layout.num_heads + heads
-        _, first, inverse = np.unique(records, return_index=True, return_inverse=True)
-        order = np.argsort(first[inverse], kind="stable")  # equal records beside each other
-        pages, heads, records = pages[order], heads[order], records[order]
         is_new = np.concatenate([[True], records[1:] != records[:-1]])
         addresses = self._device.find(layout, records)
         in_host = (addresses == 0) & (self._pages.host[pages] != 0)
@@ -203,8 +195,7 @@ class RecordReads:
         hits = records[is_new & (addresses != 0)]
         residency.pin(hits)  # none of them loses its slot before it was read
         try:
-            there = self._pages.host[pages[in_host]] + heads[in_host] * layout.record_bytes
-            addresses[in_host] = there
+            addresses[in_host] = (self._pages.host[pages] + heads * layout.record_bytes)[in_host]
             self._admit(layout, records[is_new & in_host], addresses[is_new & in_host])
             missing = addresses == 0
             if not missing.any():
@@ -233,7 +224,7 @@ class RecordReads:
         group = np.maximum(number, 0) // per_buffer
         ends = np.searchsorted(group, np.arange(group[-1] + 1), side="right").tolist()
         bounds = list(zip([0, *ends[:-1]], ends, strict=True))
-        buffers: list[Buffer] = []
+        buffers: list[TransferBuffer] = []
         try:
             for i, (start, end) in enumerate(bounds):
                 while len(buffers) < min(i + self._device.num_buffers, len(bounds)):
@@ -252,7 +243,9 @@ class RecordReads:
         finally:
             self._device.settle()  # what was read ahead and is not wanted any more
 
-    def _read_group(self, layout: BlockLayout, wanted: _Wanted, start: int, end: int) -> Buffer:
+    def _read_group(
+        self, layout: BlockLayout, wanted: _Wanted, start: int, end: int
+    ) -> TransferBuffer:
         first = wanted.is_first[start:end]
         buffer = self._device.take_buffer()
         self._lower.read(
@@ -271,6 +264,12 @@ class RecordReads:
             # The kernel reads them where they lie: they move, but never enter the device tier.
             num_bytes = num_host * layout.record_bytes
             self._ledger.record_transfer(Link.HOST_TO_DEVICE, num_bytes, time.perf_counter_ns())
+
+
+def _order_of(records: np.ndarray) -> np.ndarray:
+    """Return an order that keeps the first of equal records in place, the others beside it."""
+    _, first, inverse = np.unique(records, return_index=True, return_inverse=True)
+    return np.argsort(first[inverse], kind="stable")
 
 
 def _fill(

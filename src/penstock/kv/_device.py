@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import CapacityError
-from penstock.kv._areas import Slots
+from penstock.kv._areas import SlotMemory
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import Buffer, LowerTiers, PageTable
+from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
 from penstock.kv._residency import RecordResidency
 from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
@@ -24,7 +24,7 @@ class _Residents:
     """Records of one layout: number page * H + head, slots, and which record is in which."""
 
     residency: RecordResidency
-    slots: Slots
+    slots: SlotMemory
 
 
 class DeviceTier:
@@ -45,7 +45,7 @@ class DeviceTier:
         self,
         budget_bytes: int,
         pages: PageTable,
-        lower: LowerTiers,
+        lower: PageTiers,
         ledger: Ledger,
         *,
         half_life: float,
@@ -58,7 +58,7 @@ class DeviceTier:
         self._half_life = half_life
         self._residents: dict[BlockLayout, _Residents] = {}
         self._slot_bytes = 0
-        self._buffers: list[Buffer] = []
+        self._buffers: list[TransferBuffer] = []
         self._next_buffer = 0
 
     @property
@@ -120,10 +120,10 @@ class DeviceTier:
         most = max(page, min(_BUFFER_BYTES, self.budget_bytes // _STAGING_SHARE) // page * page)
         num_buffers = 2 if self.budget_bytes - self._slot_bytes >= 2 * most else 1
         self._ledger.add(Tier.DEVICE, -self.staging_bytes)
-        self._buffers = [Buffer(most) for _ in range(num_buffers)]
+        self._buffers = [TransferBuffer(most) for _ in range(num_buffers)]
         self._ledger.add(Tier.DEVICE, self.staging_bytes)
 
-    def take_buffer(self) -> Buffer:
+    def take_buffer(self) -> TransferBuffer:
         """Return the buffer whose turn it is, after its transfers have ended."""
         buffer = self._buffers[self._next_buffer % len(self._buffers)]
         self._next_buffer += 1
@@ -216,7 +216,7 @@ class DeviceTier:
         if residents is None:
             left = max(0, self.budget_bytes - self.staging_bytes - self.selector_bytes)
             residency = RecordResidency(left // layout.record_bytes, half_life=self._half_life)
-            residents = _Residents(residency, Slots(layout.record_bytes))
+            residents = _Residents(residency, SlotMemory(layout.record_bytes))
             self._residents[layout] = residents
         return residents
 

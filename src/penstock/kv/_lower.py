@@ -8,6 +8,7 @@ the file, so that a run of missing records is one read.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from penstock.errors import CapacityError
-from penstock.kv._areas import Area, Slots
+from penstock.kv._areas import Area, SlotMemory
 from penstock.kv._layout import BlockLayout
 from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, Tier
 from penstock.memory.raw_memory import copy_bytes
@@ -27,7 +28,7 @@ _SEGMENT_BYTES = 4 * 2**20
 _PIECE_BYTES = 2**20  # reads are cut into pieces of at least this, one for each thread
 
 
-class Buffer:
+class TransferBuffer:
     """Part of the staging memory; transfers of it may be under way.
 
     Attributes:
@@ -110,7 +111,7 @@ class PageTable:
         return bool(self.host[page] != 0 or self.segment[page] >= 0)
 
 
-class LowerTiers:
+class PageTiers:
     """Host memory and file of one pool.
 
     Args:
@@ -131,7 +132,7 @@ class LowerTiers:
         self._ledger = ledger
         self._host_bytes = host_bytes
         self._host_used_bytes = 0
-        self._host: dict[BlockLayout, Slots] = {}
+        self._host: dict[BlockLayout, SlotMemory] = {}
         self._file = None if store is None else ExtentFile(store)
         self._segments: dict[int, Segment] = {}
         self._open_segments: dict[int, tuple[int, Segment]] = {}  # by layer
@@ -141,7 +142,7 @@ class LowerTiers:
 
     @property
     def has_file(self) -> bool:
-        """Whether there is a file below."""
+        """True where there is a file below."""
         return self._file is not None
 
     def host_view(self, page: int, layout: BlockLayout) -> torch.Tensor | None:
@@ -150,21 +151,21 @@ class LowerTiers:
         Returns:
             `(H, record_items)`, or None where host memory has no room.
         """
-        if self._host_bytes is not None:
-            if self._host_used_bytes + layout.page_bytes > self._host_bytes:
-                return None
-        slots = self._host.setdefault(layout, Slots(layout.page_bytes))
+        needed_bytes = self._host_used_bytes + layout.page_bytes
+        if self._host_bytes is not None and needed_bytes > self._host_bytes:
+            return None
+        slots = self._host.setdefault(layout, SlotMemory(layout.page_bytes))
         slot = slots.take()
         self._pages.host_slot[page] = slot
         self._pages.host[page] = slots.addresses(np.array([slot]))[0]
         self._host_used_bytes += layout.page_bytes
         self._ledger.add(Tier.HOST, layout.page_bytes)
-        self._ledger.record_transfer(
-            Link.DEVICE_TO_HOST, layout.page_bytes, time.perf_counter_ns()
-        )
+        self._ledger.record_transfer(Link.DEVICE_TO_HOST, layout.page_bytes, time.perf_counter_ns())
         return slots.view(slot, layout.dtype).view(layout.num_heads, layout.record_items)
 
-    def write(self, layer: int, pages: np.ndarray, layout: BlockLayout, buffer: Buffer) -> None:
+    def write(
+        self, layer: int, pages: np.ndarray, layout: BlockLayout, buffer: TransferBuffer
+    ) -> None:
         """Start to write pages that lie one after the other in a buffer.
 
         Raises:
@@ -182,7 +183,7 @@ class LowerTiers:
             offset += num_bytes
 
     def read(
-        self, pages: np.ndarray, heads: np.ndarray, layout: BlockLayout, buffer: Buffer
+        self, pages: np.ndarray, heads: np.ndarray, layout: BlockLayout, buffer: TransferBuffer
     ) -> None:
         """Start to read records from the file, one after the other, into a buffer.
 
@@ -294,7 +295,7 @@ class LowerTiers:
         if segment is not None and self._file is not None:
             self._file.free(segment.extent)
 
-    def _submit(self, function, *args) -> Future[None]:
+    def _submit(self, function: Callable[..., None], *args: object) -> Future[None]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-kv")
         return self._threads.submit(function, *args)

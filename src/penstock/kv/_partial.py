@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from penstock.compat.attention import flash_attention
+
 _SCORE_BYTES = 4 * 2**20  # of the scores that are held at once
 
 
@@ -36,7 +38,7 @@ class ScoreRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are scaled products."""
+        """True where scores are scaled products."""
         return self.softcap is None and self.bias is None
 
     def bias_between(self, first: int, last: int, queries: slice) -> torch.Tensor | None:
@@ -133,13 +135,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the partial result of queries over keys, in chunks whose scores fit a few MiB.
 
-    Args:
-        query: `(B, Hq, n, dk)`.
-        keys: `(B, H, m, dk)` of the tokens from `first_key` on.
-        values: `(B, H, m, dv)`.
-        rule: Scores from products.
-        visibility: A `Visibility`: the keys that each query sees.
-        first_key: Token of the first key.
+    The query is `(B, Hq, n, dk)`; keys and values `(B, H, m, dk)` and `(B, H, m, dv)` are those of
+    the tokens from `first_key` on; `visibility` is a `Visibility`.
 
     Returns:
         The result `(B, Hq, n, dv)` and its log-sum-exp `(B, Hq, n)`, in float32 or float64.
@@ -152,21 +149,19 @@ def attend(
         if visibility.is_triangle(first_key, end, num_queries):
             return _flash(query, keys, values, rule.scale, is_causal=True)
     rows, columns = _chunk_shape(query.shape[0] * query.shape[1], num_queries, num_keys)
-    outs, lses = [], []
+    wholes = []
     for i in range(0, num_queries, rows):
         some = slice(i, min(i + rows, num_queries))
         parts = []
         for j in range(0, num_keys, columns):
-            last = min(j + columns, num_keys)
-            visible = visibility.between(some, first_key + j, first_key + last)
-            if visible is not None and not visible.any():
-                continue
-            bias = rule.bias_between(first_key + j, first_key + last, some)
-            scores = score(query[:, :, some], keys[:, :, j:last], rule, bias, visible)
-            parts.append(weigh(scores, values[:, :, j:last]))
-        out, lse = merge(parts) if parts else nothing(query[:, :, some], values.shape[3])
-        outs.append(out)
-        lses.append(lse)
+            first, last = first_key + j, min(first_key + j + columns, end)
+            visible = visibility.between(some, first, last)
+            if visible is None or visible.any():
+                bias = rule.bias_between(first, last, some)
+                scores = score(query[:, :, some], keys[:, :, j : j + columns], rule, bias, visible)
+                parts.append(weigh(scores, values[:, :, j : j + columns]))
+        wholes.append(merge(parts) if parts else nothing(query[:, :, some], values.shape[3]))
+    outs, lses = zip(*wholes, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
@@ -183,15 +178,14 @@ def _flash(
     """Compute without holding scores, by torch's kernel."""
     B, Hq, n, dk = query.shape
     H = keys.shape[1]
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = torch.empty((B, H, Hq // H, n, dk), dtype=dtype)
     lse = torch.empty((B, H, Hq // H, n), dtype=dtype)
     grouped = query.view(B, H, Hq // H, n, dk)
     for g in range(Hq // H):
         # The kernel wants as many heads of keys as of queries: one query of each group at a time.
-        out[:, :, g], lse[:, :, g] = kernel(
-            grouped[:, :, g], keys, values, 0.0, is_causal, scale=scale
+        out[:, :, g], lse[:, :, g] = flash_attention(
+            grouped[:, :, g], keys, values, scale, is_causal=is_causal
         )
     return out.view(B, Hq, n, dk), lse.view(B, Hq, n)
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from penstock.errors import InfeasibleError, PenstockError
+from penstock.kv._blocks import BlockReads, BlockWrites, LayerBlocks
 from penstock.kv._device import DeviceTier
 from penstock.kv._layout import BlockLayout
-from penstock.kv._blocks import BlockWrites, LayerBlocks, RecordReads
-from penstock.kv._lower import LowerTiers, PageTable
+from penstock.kv._lower import PageTable, PageTiers
 from penstock.kv._report import PoolReport
 from penstock.kv._selector import name_of, resolve_selector
 from penstock.memory import FileStore, Ledger, Link, Tier
@@ -83,11 +83,11 @@ class BlockPool:
         host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
         if host_memory is None and store is not None:
             host_bytes = 0
-        self._lower = LowerTiers(self._pages, self.ledger, host_bytes, store)
+        self._lower = PageTiers(self._pages, self.ledger, host_bytes, store)
         self._device = DeviceTier(
             budget_bytes, self._pages, self._lower, self.ledger, half_life=64 * num_layers
         )
-        self._reads = RecordReads(self._pages, self._device, self._lower, self.ledger)
+        self._reads = BlockReads(self._pages, self._device, self._lower, self.ledger)
         self._writes = BlockWrites(self._pages, self._device, self._lower)
         self._failure: BaseException | None = None
         self._closed = False
@@ -191,7 +191,9 @@ class BlockPool:
         """
         if repeats < 1:
             raise ValueError(f"repeats must be at least 1; got {repeats}")
-        sizes = {self.batch_size(layer) for layer in self._layers if layers is None or layer in layers}
+        sizes = {
+            self.batch_size(layer) for layer in self._layers if layers is None or layer in layers
+        }
         if len(sizes) == 1:
             self.reorder(torch.arange(sizes.pop()).repeat_interleave(repeats), layers)
 
@@ -244,7 +246,7 @@ class BlockPool:
     def stream(
         self, layer: int, pages: np.ndarray, heads: np.ndarray
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield records of a layer in groups, as `RecordReads.stream` does."""
+        """Yield records of a layer in groups, as `BlockReads.stream` does."""
         return self._reads.stream(self._layers[layer].layout, pages, heads)
 
     def report(self) -> PoolReport:
@@ -334,9 +336,7 @@ class BlockPool:
             )
         if self._lower.has_file:
             self._device.make_staging(layout)
-        tail = torch.zeros(
-            (batch_size, layout.num_heads, layout.record_items), dtype=layout.dtype
-        )
+        tail = torch.zeros((batch_size, layout.num_heads, layout.record_items), dtype=layout.dtype)
         state = LayerBlocks(layout, np.zeros((batch_size, 0), dtype=np.int64), tail)
         self._layers[layer] = state
         self.ledger.add(Tier.DEVICE, state.tail_bytes)
@@ -418,7 +418,7 @@ class BlockPool:
                 copy_bytes(flat[item].data_ptr(), address, state.layout.record_bytes)
 
     def _reorder(self, state: LayerBlocks, chosen: np.ndarray) -> None:
-        if len(chosen) and not (0 <= chosen.min() and chosen.max() < state.batch_size):
+        if len(chosen) and not (chosen.min() >= 0 and chosen.max() < state.batch_size):
             raise IndexError(
                 f"index must name sequences of [0, {state.batch_size}); got {chosen.tolist()}"
             )

@@ -6,14 +6,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from penstock.kv.selectors import Accumulated, CheckedSelector, Nosa, Window
-
-if TYPE_CHECKING:
-    from penstock.kv._pool import BlockPool
 
 _SHARE = 1 / 16  # of the full blocks, for selectors that are named only
 _NAMED = {"window": Window, "nosa": Nosa, "accumulated": Accumulated}
@@ -39,13 +36,13 @@ class Selector(Protocol):
         True
     """
 
-    def select(self, query: torch.Tensor, layer: int, pool: BlockPool) -> torch.Tensor | None:
+    def select(self, query: torch.Tensor, layer: int, pool: Any) -> torch.Tensor | None:
         """Return the full blocks to read; the newest, unfinished block is always read.
 
         Args:
             query: `(B, Hq, n, key_dim)`.
             layer: Number of the layer.
-            pool: The pool, whose `num_blocks(layer)` and `keys_of` may be asked.
+            pool: The `BlockPool`, whose `num_blocks(layer)` and `keys_of` may be asked.
 
         Returns:
             int64 `(B, H, k)`: numbers of blocks within each sequence, ascending, -1 where there are

@@ -71,7 +71,15 @@ def attend_interface(
             )
     if not isinstance(key, KeysPlaceholder):
         return _attend_tensors(
-            module, query, key, value, attention_mask, dropout, scaling, softcap, position_bias,
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scaling,
+            softcap,
+            position_bias,
             kwargs.get("is_causal"),
         )
     if module.training or dropout:
@@ -156,8 +164,15 @@ def _attend_tensors(
         if isinstance(mask, RangeMask):
             mask, is_causal = mask.in_memory(), False
         out, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling,
-            is_causal=is_causal, position_bias=position_bias,
+            module,
+            query,
+            key,
+            value,
+            mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            position_bias=position_bias,
         )
         return out, None
     if dropout or (torch.is_grad_enabled() and query.requires_grad):

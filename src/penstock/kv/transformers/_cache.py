@@ -90,6 +90,7 @@ class PooledEncoderDecoderCache(EncoderDecoderCache):
     def __init__(self, own: PooledCache, cross: PooledCache) -> None:
         super().__init__(own, cross)
         self.pool = own.pool
+        self._own = own
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of the decoder."""
@@ -111,7 +112,7 @@ class PooledEncoderDecoderCache(EncoderDecoderCache):
 
     def close(self) -> None:
         """Give back memory and file, and the model its attention. Further calls do nothing."""
-        self.self_attention_cache.close()
+        self._own.close()
 
     def __enter__(self) -> PooledEncoderDecoderCache:
         return self

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from penstock.compat.attention import leaves, make_shape_only
 from penstock.errors import PenstockError
 from penstock.kv._attend import FEW_TOKENS
 from penstock.kv._pool import BlockPool
@@ -29,10 +30,14 @@ class KeysPlaceholder(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, layer: PooledLayer, shape: tuple[int, ...], dtype: torch.dtype, start: int
+        cls: type[torch.Tensor],
+        layer: PooledLayer,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        start: int,
     ) -> KeysPlaceholder:
         """Make one for `(B, H, tokens, dim)`."""
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        made: Any = make_shape_only(cls, shape, dtype)
         made.layer, made.start = layer, start
         return made
 
@@ -45,8 +50,8 @@ class KeysPlaceholder(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse: the numbers are not in this tensor."""
-        flat = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        name = next(each.layer.name for each in flat if isinstance(each, cls))
+        given = leaves((args, kwargs or {}))
+        name = next(each.layer.name for each in given if isinstance(each, cls))
         raise PenstockError(
             f"{name} computes with its cached keys itself ({func}) instead of handing them to "
             "Transformers' attention interface, which penstock.kv.cache needs; use another cache "
@@ -81,16 +86,16 @@ class PooledLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the layer holds tokens."""
+        """True where the layer holds tokens."""
         return self.get_seq_length() > 0
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Placeholder of all keys, as models read them for cross attention."""
         return self._placeholders(self.get_seq_length(), 0)[0] if self.is_initialized else None
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Placeholder of all values."""
         return self._placeholders(self.get_seq_length(), 0)[1] if self.is_initialized else None
 

@@ -64,23 +64,16 @@ def make_range_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., torch.Tensor] = causal_mask_function,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     **_: Any,
 ) -> RangeMask:
     """Return the mask of a call, as Transformers' mask interface asks for it.
 
-    Args:
-        batch_size: Sequences.
-        q_length: Queries.
-        kv_length: Keys.
-        q_offset: Token of the first query.
-        kv_offset: Token of the first key.
-        mask_function: Visibility by indices of batch, head, query and key.
-        attention_mask: bool `(B, tokens)`: False for padding.
-        use_vmap: Whether `mask_function` may be other than elementwise.
-        **_: Wishes of other mask functions.
+    The first query is token `q_offset`, the first key token `kv_offset`; `mask_function` says the
+    visibility by indices of batch, head, query and key, and `attention_mask`, bool `(B, tokens)`,
+    is False for padding. Wishes of other mask functions change nothing.
 
     Raises:
         PenstockError: `mask_function` may be other than elementwise.
@@ -91,10 +84,9 @@ def make_range_mask(
             "and_mask_function= of the model do not promise to allow; use another cache"
         )
     padding = None
-    if attention_mask is not None and not bool(attention_mask.all()):
-        padding = attention_mask.bool()
-    elif attention_mask is not None and attention_mask.shape[1] < kv_offset + kv_length:
-        padding = attention_mask.bool()  # tokens beyond it are not seen
+    if attention_mask is not None:
+        is_short = attention_mask.shape[1] < kv_offset + kv_length  # what is beyond is not seen
+        padding = attention_mask.bool() if is_short or not bool(attention_mask.all()) else None
     is_plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     visibility = Visibility(
         batch_size=batch_size,
