@@ -22,8 +22,7 @@ if TYPE_CHECKING:
         Nosa,
         Window,
     )
-    from penstock.kv.transformers import cache
-    from penstock.kv.transformers._calibrate import calibrate
+    from penstock.kv.transformers import cache, calibrate
 
 __all__ = [
     "Accumulated",
