@@ -188,7 +188,7 @@ def draw_picture(rows, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--facts", type=int, default=NUM_KEYS)
