@@ -139,6 +139,14 @@ class RecordResidency:
     A slot is worth the rate of touches that `ReuseModel` expects of its record times the cost of a
     miss of it. `admit` replaces the records worth least, and only by records worth more, so that a
     scan over more records than slots keeps a fixed set. Without evidence nothing is replaced.
+    Measured against Belady's optimum on selections of a small trained model over English text (2368
+    bytes, blocks of 16, an eighth of them read): the same hits for windows and accumulated
+    attention, which change little; 9, 5 and 1 points fewer for `Nosa` with slots for 1, 2 and 4
+    times what a step reads (its steps share 0.71 of their blocks), 16, 14 and 6 for
+    `DoubleSparsity` (0.51). A network that was trained on the same selections to foresee the next
+    step, and may fetch ahead, had at most 2 points more: the rest of the distance is chance, which
+    Belady's policy knows beforehand.
+
     A step costs O(records named) on average: victims are sought among a window of slots that moves
     on, and rates are looked up; the model is fitted once every few thousand touches.
 

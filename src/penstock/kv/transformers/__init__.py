@@ -5,5 +5,6 @@ it hands them in), `_mask.py`.
 """
 
 from penstock.kv.transformers._cache import PooledCache, PooledEncoderDecoderCache, cache
+from penstock.kv.transformers._calibrate import calibrate
 
-__all__ = ["PooledCache", "PooledEncoderDecoderCache", "cache"]
+__all__ = ["PooledCache", "PooledEncoderDecoderCache", "cache", "calibrate"]

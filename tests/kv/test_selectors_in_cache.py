@@ -1,0 +1,62 @@
+"""Selectors on the real pool: exact where they hold everything, fewer reads where they do not."""
+
+import pytest
+import torch
+
+import penstock.kv
+from kv_models import assert_same, cache_bytes, generate, make_model, make_prompt
+from penstock.kv.selectors import Accumulated, CheckedSelector, DoubleSparsity, Nosa, Window
+from penstock.kv.transformers._calibrate import calibrate
+
+NUM_TOKENS = 300
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama")
+
+
+def make_selector(name, model, **budget):
+    if name == "double_sparsity":
+        text = make_prompt(100)["input_ids"]
+        return DoubleSparsity(calibrate(model, [text], num_channels=8), bits=4, **budget)
+    if name == "own":
+        inner = Window(**budget)
+        return CheckedSelector(inner)
+    nosa = {"pool_tokens": 8, "stride": 4} if name == "nosa" else {}
+    return {"nosa": Nosa, "accumulated": Accumulated, "window": Window}[name](**budget, **nosa)
+
+
+NAMES = ["double_sparsity", "nosa", "accumulated", "window", "own"]
+
+
+def run(model, selector, num_new=24, **options):
+    inputs = make_prompt(NUM_TOKENS, num_padding=0)
+    with penstock.kv.cache(
+        model,
+        device_memory=cache_bytes(model, NUM_TOKENS),
+        selector=selector,
+        block_tokens=BLOCK,
+    ) as cache:
+        result = generate(model, inputs, num_new, past_key_values=cache, **options)
+        return result, cache.report()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_a_selector_that_holds_all_blocks_is_exact(model, name, options):
+    exact = generate(model, make_prompt(NUM_TOKENS, num_padding=0), 24, **options)
+    ours, _ = run(model, make_selector(name, model, share=1.0), **options)
+    assert_same(ours, exact)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_a_small_budget_reads_its_blocks_only(model, name, options):
+    _, all_of_it = run(model, "all", **options)
+    result, report = run(model, make_selector(name, model, num_blocks=3), **options)
+    assert torch.isfinite(torch.stack(list(result.logits))).all()
+    num_read = report.num_hits + report.num_misses
+    num_dense = all_of_it.num_hits + all_of_it.num_misses
+    assert 0 < num_read < num_dense / 3
