@@ -22,6 +22,8 @@ if (_num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 import numpy as np
 import pytest
 
+import fork_servers
+
 if TYPE_CHECKING:
     from simulated_cuda import SimulatedCuda
 
@@ -87,6 +89,18 @@ def real_disk() -> Path:
     if directory is None:
         pytest.fail(f"no directory on a real disk among {[str(c) for c in candidates]}; set TMPDIR")
     return directory
+
+
+@pytest.fixture(scope="session")
+def torch_python() -> str:
+    """`sys.executable`, with torch imported; see `fork_servers.py`."""
+    return fork_servers.find_python("torch")
+
+
+@pytest.fixture(scope="session")
+def transformers_python() -> str:
+    """`sys.executable`, with torch, Transformers, Accelerate and PEFT imported."""
+    return fork_servers.find_python("transformers")
 
 
 @pytest.fixture
@@ -255,7 +269,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let pass what torch 2.11 says of sparse tensors whose invariants are checked, too."""
+    """Let pass what torch 2.11 says of sparse tensors whose invariants are checked, too.
+
+    One process, of those of a run, starts the fork servers (see `fork_servers.py`). Collecting
+    makes hundreds of thousands of objects and next to no cycles: looking for these takes seconds.
+    """
+    gc.disable()
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and fork_servers.VARIABLE not in os.environ and sys.platform == "linux":
+        servers = fork_servers.ForkServers()
+        os.environ[fork_servers.VARIABLE] = str(servers.directory)
+        config.add_cleanup(servers.close)
     if metadata.version("torch").startswith("2.11."):
         config.addinivalue_line(
             "filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning"
@@ -272,6 +296,7 @@ def pytest_collection_finish() -> None:
     """Take what the imports have made out of collections, and out of captures, which look at all
     objects there are (see `penstock.graph.capturing._conditions`): there are thousands of these.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -28,11 +28,11 @@ def result(arm: str, *, losses: tuple[float, ...] = (5.5, 4.0), weights: str = "
     )
 
 
-def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
+def test_the_whole_demo_small(real_disk: Path, tmp_path: Path, transformers_python: str):
     out = tmp_path / "results"
     done = subprocess.run(
         [
-            sys.executable, "-m", "penstock", "demo", "--out", str(out), "--steps", "2",
+            transformers_python, "-m", "penstock", "demo", "--out", str(out), "--steps", "2",
             "--policy", "all", "--min-bytes", "4KiB", "--hidden-size", "32", "--layers", "1",
             "--heads", "2", "--sequence-length", "64", "--batch-size", "4", "--plan-seconds", "1",
         ],
