@@ -91,16 +91,15 @@ def real_disk() -> Path:
     return directory
 
 
-@pytest.fixture(scope="session")
-def torch_python() -> str:
-    """`sys.executable`, with torch imported; see `fork_servers.py`."""
-    return fork_servers.find_python("torch")
+@pytest.fixture(params=["torch"])
+def quick_spawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that multiprocessing spawns have torch, or what a parameter says, imported."""
+    from multiprocessing import spawn
 
-
-@pytest.fixture(scope="session")
-def transformers_python() -> str:
-    """`sys.executable`, with torch, Transformers, Accelerate and PEFT imported."""
-    return fork_servers.find_python("transformers")
+    python = spawn.get_executable()
+    spawn.set_executable(fork_servers.find_python(request.param))
+    yield
+    spawn.set_executable(python)
 
 
 @pytest.fixture
@@ -310,7 +309,11 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no GPU; torch is imported only if one was collected."""
+    """Begin with the slow tests, for which others would wait at the end.
+
+    Skip `gpu` tests where there is no GPU; torch is imported only if one was collected.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

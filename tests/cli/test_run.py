@@ -1,7 +1,7 @@
 """The command line from outside: scripts under `penstock run` behave as under `python`.
 
 Starting torch takes seconds, so cases that need no process of their own share one: `launch_all`;
-most others have theirs forked (`torch_python`, `transformers_python`).
+most others have theirs forked (`find_python`).
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 import penstock
+from fork_servers import find_python
 from penstock import cli
 from penstock.cli import _run, _script
 
@@ -173,7 +174,7 @@ def test_probe_as_table_and_as_json(store: Path, tmp_path: Path, monkeypatch: py
 # --------------------------------------------------------------------------- as python would do it
 
 
-def test_a_script_sees_what_it_sees_under_python(store: Path, tmp_path: Path, torch_python: str):
+def test_a_script_sees_what_it_sees_under_python(store: Path, tmp_path: Path):
     """Script, module, package, directory and zip file, each against `python` itself."""
     (tmp_path / "about.py").write_text(ABOUT_ME)
     for package in ("package", "folder"):
@@ -203,7 +204,7 @@ def test_a_script_sees_what_it_sees_under_python(store: Path, tmp_path: Path, to
         )
         for target in targets
     ]
-    results = launch_all(cases, cwd=tmp_path, python=torch_python)
+    results = launch_all(cases, cwd=tmp_path, python=find_python("torch"))
     for target, wanted, (exit_code, output, errors) in zip(targets, expected, results, strict=True):
         assert exit_code == 0, errors
         assert json.loads(output) == json.loads(wanted), target
@@ -240,7 +241,7 @@ def launch_all(
     return results
 
 
-def test_ends_of_a_script(store: Path, tmp_path: Path, torch_python: str):
+def test_ends_of_a_script(store: Path, tmp_path: Path):
     """Exit status and last words are those of `python`, for every way in which a script can end."""
     (tmp_path / "wrong.py").write_text("x = (\n")
     (tmp_path / "end.py").write_text(END)
@@ -249,7 +250,7 @@ def test_ends_of_a_script(store: Path, tmp_path: Path, torch_python: str):
     cases.append(_run.RunOptions(script="wrong.py", store=str(store)))
     cases.append(_run.RunOptions(script="nowhere.module", module=True, store=str(store)))
     cases.append(_run.RunOptions(script=".", store=str(store)))
-    results = launch_all(cases, cwd=tmp_path, python=torch_python)
+    results = launch_all(cases, cwd=tmp_path, python=find_python("torch"))
     assert [exit_code for exit_code, _, _ in results] == [0, 1, 7, 1, 130, 1, 1, 1]
     said = [OURS.sub("", errors) for _, _, errors in results]
     assert said[0] == said[2] == ""
@@ -311,17 +312,15 @@ print("weights", [parameter.double().sum().item() for parameter in model.paramet
 """
 
 
-def test_trainers_of_a_script_run_as_planned(
-    store: Path, tmp_path: Path, transformers_python: str
-):
+def test_trainers_of_a_script_run_as_planned(store: Path, tmp_path: Path):
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(TRAINER)
-    plain = run_python("train.py", cwd=tmp_path, python=transformers_python)
+    plain = run_python("train.py", cwd=tmp_path, python=find_python("libraries"))
     planned = penstock_run(
         "--plan", "--device-memory", "768KiB", "--store", store, "--time-limit", "1",
         "--report", "out.json", "train.py",
-        cwd=tmp_path, python=transformers_python,
+        cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
     assert planned.returncode == 0, planned.stderr
     weights = [done.stdout[done.stdout.index("weights") :] for done in (plain, planned)]
@@ -356,9 +355,7 @@ def test_how_a_plan_is_asked_for(option: str, planned: tuple[bool, bool], monkey
     assert {tuple(options.arguments) for options in asked} == {("--plan=auto",)}
 
 
-def test_a_loop_of_the_scripts_own_is_refused_before_it_trains(
-    tmp_path: Path, transformers_python: str
-):
+def test_a_loop_of_the_scripts_own_is_refused_before_it_trains(tmp_path: Path):
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(LOOP)
@@ -368,7 +365,7 @@ def test_a_loop_of_the_scripts_own_is_refused_before_it_trains(
             _run.RunOptions(script="train.py", device_memory="1MiB", plan_auto=True),
         ],
         cwd=tmp_path,
-        python=transformers_python,
+        python=find_python("libraries"),
     )
     for _, output, errors in (refused, went_on):
         said = "".join(errors.split("\n"))
@@ -412,21 +409,19 @@ def test_a_script_that_calls_fit_has_planned_itself():
         )
 
 
-def test_the_plans_value_behind_the_script_is_the_scripts(
-    tmp_path: Path, store: Path, torch_python: str
-):
+def test_the_plans_value_behind_the_script_is_the_scripts(tmp_path: Path, store: Path):
     (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
     done = penstock_run(
-        "--store", store, "train.py", "--plan=auto", "x", cwd=tmp_path, python=torch_python
+        "--store", store, "train.py", "--plan=auto", "x", cwd=tmp_path, python=find_python("torch")
     )
     assert "['--plan=auto', 'x']" in done.stdout
 
 
-def test_a_script_comes_from_standard_input(tmp_path: Path, store: Path, torch_python: str):
+def test_a_script_comes_from_standard_input(tmp_path: Path, store: Path):
     code = "import sys; print(__name__, sys.argv, repr(sys.path[0]), __file__)"
     outputs = [
         subprocess.run(
-            [torch_python, *command, "-", "a"],
+            [find_python("torch"), *command, "-", "a"],
             cwd=tmp_path,
             input=code,
             capture_output=True,
@@ -439,15 +434,13 @@ def test_a_script_comes_from_standard_input(tmp_path: Path, store: Path, torch_p
     assert outputs[0] == outputs[1] == "__main__ ['-', 'a'] '' <stdin>\n"
 
 
-def test_errors_of_planning_show_the_scripts_lines_alone(
-    tmp_path: Path, store: Path, transformers_python: str
-):
+def test_errors_of_planning_show_the_scripts_lines_alone(tmp_path: Path, store: Path):
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(TRAINER)
     done = penstock_run(
         "--plan", "--device-memory", "64KiB", "--store", store, "--time-limit", "1", "train.py",
-        cwd=tmp_path, python=transformers_python,
+        cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
     assert done.returncode == 1
     assert "InfeasibleError: device_memory=64.00 KiB" in done.stderr
@@ -507,11 +500,9 @@ def test_where_a_rank_writes(
     assert _run._resolve_path(tmp_path / "out.json", "--report") == tmp_path / expected
 
 
-def test_ctrl_c_ends_with_130_and_a_report(
-    store: Path, tmp_path: Path, script: Path, torch_python: str
-):
+def test_ctrl_c_ends_with_130_and_a_report(store: Path, tmp_path: Path, script: Path):
     script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
-    command = [torch_python, "-m", "penstock", "run", "--store", str(store)]
+    command = [find_python("torch"), "-m", "penstock", "run", "--store", str(store)]
     with subprocess.Popen(
         [*command, "--report", "out.json", "train.py"],
         cwd=tmp_path,

@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
+from fork_servers import find_python
+
 NUM_RANKS = 2
 needs_gloo = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
@@ -32,7 +34,7 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
     port = _free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, *program, str(rank), str(port), *map(str, arguments)],
+            [find_python("torch"), *program, str(rank), str(port), *map(str, arguments)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -56,13 +58,15 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
 
 def spawn(work: Callable[[Path], Any], num_ranks: int, folder: Path) -> list[Any]:
     """Run `work(folder)` on ranks as torchrun would start them; return what each returns."""
-    # Imports take most of the time: one process does them for all ranks of all tests.
-    libraries = ["accelerate", "lightning", "peft", "penstock.batching", "_sharded_cases"]
-    multiprocessing.set_forkserver_preload(libraries)
+    python = multiprocessing.spawn.get_executable()
+    multiprocessing.spawn.set_executable(find_python("libraries"))
     arguments = (num_ranks, _free_port(), work, str(folder))
-    multiprocessing.start_processes(
-        _one_rank, arguments, nprocs=num_ranks, start_method="forkserver"
-    )
+    try:
+        multiprocessing.start_processes(
+            _one_rank, arguments, nprocs=num_ranks, start_method="spawn"
+        )
+    finally:
+        multiprocessing.spawn.set_executable(python)
     return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
 
 

@@ -34,6 +34,7 @@ from _training import (
     offloading,
 )
 from _waiting import wait_until
+from fork_servers import find_python
 from penstock.activations import Offload
 from penstock.errors import StoreError
 from penstock.memory import FileStore
@@ -97,7 +98,7 @@ def child(name: str, store: Path) -> Iterator[subprocess.Popen[str]]:
     It is killed at the end, if it is still there.
     """
     process = subprocess.Popen(
-        [sys.executable, __file__, name, str(store)],
+        [find_python("torch"), __file__, name, str(store)],
         env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

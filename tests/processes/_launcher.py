@@ -22,8 +22,8 @@ def is_served(arguments: list[str]) -> bool:
     """Return whether the server runs these arguments as `python` does."""
     if any(name.startswith("PYTHON") and name not in READ_AGAIN for name in os.environ):
         return False
-    while len(arguments) > 2 and arguments[0] == "-W":
-        arguments = arguments[2:]
+    while len(arguments) > 1 and arguments[0][:2] in ("-W", "-B"):
+        arguments = arguments[2 if arguments[0] == "-W" else 1 :]
     if not arguments:
         return False
     if arguments[0] in ("-c", "-m"):

@@ -42,7 +42,8 @@ def serve(address: str, libraries: list[str]) -> Request:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(100)
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, "accept")
     selector.register(sys.stdin, selectors.EVENT_READ, "end")
@@ -129,10 +130,15 @@ def become(request: Request) -> None:
 
 def run(arguments: list[str]) -> None:
     """Run arguments of `python` in a new `__main__`."""
-    while arguments[0] == "-W":
-        sys.warnoptions.append(arguments[1])
-        warnings._processoptions([arguments[1]])  # type: ignore[attr-defined]
-        arguments = arguments[2:]
+    while arguments[0][:2] in ("-W", "-B"):
+        option, *arguments = arguments
+        if option == "-B":
+            sys.dont_write_bytecode = True
+            continue
+        if option == "-W":
+            option, *arguments = arguments
+        sys.warnoptions.append(option.removeprefix("-W"))
+        warnings._processoptions(sys.warnoptions[-1:])  # type: ignore[attr-defined]
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main

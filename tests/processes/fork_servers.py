@@ -19,9 +19,9 @@ HERE = Path(__file__).parent
 VARIABLE = "FORK_SERVERS_OF_TESTS"
 LIBRARIES = {
     "torch": ["numpy", "torch"],
-    "transformers": [
+    "libraries": [
         *("numpy", "torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"),
-        *("accelerate", "transformers.trainer", "peft"),
+        *("accelerate", "transformers.trainer", "peft", "lightning", "torch_geometric.loader"),
     ],
 }
 LONGEST_LINE = 127  # that names an interpreter
