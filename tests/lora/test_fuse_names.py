@@ -182,11 +182,11 @@ def _checkpoint_layers(model, **arguments):
 def count_calls(monkeypatch):
     """Count calls of LoRA layers of PEFT's and ours."""
     calls = []
-    from penstock.lora._fused_layer import FusedLinear
+    from penstock.lora._fused_layer import FusedLayer
 
-    inner = FusedLinear._add_adapters
+    inner = FusedLayer._add_adapters
     monkeypatch.setattr(
-        FusedLinear, "_add_adapters", lambda *a, **k: calls.append(1) or inner(*a, **k)
+        FusedLayer, "_add_adapters", lambda *a, **k: calls.append(1) or inner(*a, **k)
     )
     return calls
 

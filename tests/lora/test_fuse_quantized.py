@@ -133,3 +133,36 @@ def test_weights_of_torchao():
     expected = _step(model)
     assert len(fuse_report(fuse(model)).fused) == 1
     assert_same(_step(model), expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
+def test_layers_of_bitsandbytes_add_their_adapters(kind):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(getattr(bitsandbytes.nn, kind)(64, 128)).to("cpu")
+    base.is_loaded_in_4bit = kind == "Linear4bit"  # as Transformers leaves a model
+    base.is_loaded_in_8bit = not base.is_loaded_in_4bit
+    config = LoraConfig(target_modules=["0"], init_lora_weights=False, lora_dropout=0.0)
+    model = get_peft_model(base, config)
+    model.add_adapter("other", config)
+    x = torch.randn(4, 64)
+
+    def outputs(name):
+        model.set_adapter(name)
+        y = model(x)
+        y.square().sum().backward()
+        layer = model.base_model.model[0]
+        gradients = [each[name].weight.grad.clone() for each in (layer.lora_A, layer.lora_B)]
+        model.zero_grad()
+        return [y.detach(), *gradients]
+
+    expected = {name: outputs(name) for name in ("default", "other")}
+    assert kind in str(fuse_report(fuse(model)).added)
+    for name, found in expected.items():
+        for ours, theirs in zip(outputs(name), found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    model.base_model.set_adapter(["default", "other"])
+    mixed = model(x, adapter_names=["default", "other", "default", "other"])  # PEFT refuses it
+    torch.testing.assert_close(mixed[0::2], expected["default"][0][0::2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(mixed[1::2], expected["other"][0][1::2], rtol=1e-5, atol=1e-6)
+    assert type(unfuse(model).base_model.model[0]).__name__ == kind

@@ -13,7 +13,7 @@ import torch
 from penstock.tables import Report
 
 if TYPE_CHECKING:
-    from penstock.lora._fused_layer import FusedLinear
+    from penstock.lora._fused_layer import FusedLayer
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def fuse_report(peft_model: torch.nn.Module) -> FuseReport:
     """
     from peft.tuners.lora.layer import LoraLayer, MultiheadAttention
 
-    from penstock.lora._fused_layer import FusedLinear, find_base_obstacle
+    from penstock.lora._fused_layer import FusedLayer, find_base_obstacle
 
     _tuner_of(peft_model)
     fused: list[str] = []
@@ -178,7 +178,7 @@ def fuse_report(peft_model: torch.nn.Module) -> FuseReport:
             inner.update(module.base_layer.modules())
         if module in inner:
             stock[name] = "PEFT's MultiheadAttention has it merged, and does not call it"
-        elif not isinstance(module, FusedLinear):
+        elif not isinstance(module, FusedLayer):
             stock[name] = _describe_stock(module)
         elif (reason := _find_reason(module)) is not None:
             stock[name] = reason
@@ -232,22 +232,22 @@ def _describe_other(model: Any) -> str:
 
 
 def _is_candidate(module: torch.nn.Module) -> bool:
-    from penstock.lora._fused_layer import FUSED_TYPES
+    from penstock.lora._fused_layer import FusedLayer, find_fused_type
 
-    return type(module) in FUSED_TYPES or type(module) in FUSED_TYPES.values()
+    return isinstance(module, FusedLayer) or find_fused_type(type(module)) is not None
 
 
 def _describe_stock(module: Any) -> str:
-    from penstock.lora._fused_layer import FUSED_TYPES
+    from penstock.lora._fused_layer import find_fused_type
 
-    if type(module) not in FUSED_TYPES:
+    if find_fused_type(type(module)) is None:
         return f"the layer is PEFT's {type(module).__name__}"
     if "forward" in module.__dict__:
         return "the layer has a forward of its own"
     return "the layer is not fused"
 
 
-def _find_reason(layer: FusedLinear) -> str | None:
+def _find_reason(layer: FusedLayer) -> str | None:
     """Return the reason for which an adapter of a layer is PEFT's; None without one."""
     from penstock.lora._fused_layer import find_adapter_obstacle
 

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import VARIANT_KWARG_KEYS, Linear
@@ -39,11 +39,18 @@ from penstock.lora._settings import (
 logger = logging.getLogger(__name__)
 
 _SETTINGS = ("_active_adapter", "_disable_adapters")
+_PLAIN = (nn.Parameter, Tensor)
+_PARTS = ("lora_A", "lora_B", "lora_dropout")
+_PART_TYPES = ((nn.Linear,), (nn.Linear,), (nn.Dropout, nn.Identity))
 _RANK_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that ranks differ in many bits; signed
 
 
-class FusedLinear(Linear):
-    """PEFT's `Linear`, with the adapters added by `penstock.lora`.
+# What a fused layer is beside PEFT's class of its own, whose methods `super()` finds.
+_Stock = Linear if TYPE_CHECKING else object
+
+
+class FusedLayer(_Stock):
+    """Forward pass of a layer of PEFT's with the adapters added by `penstock.lora`.
 
     Attributes:
         penstock_takes_names: Whether the model was called with `adapter_names`.
@@ -114,9 +121,11 @@ class FusedLinear(Linear):
             named = names if isinstance(names, AdapterNames) else AdapterNames(names)
             _, rows = named.group_rows(list(self.lora_A), x)
             return self._run(x, args, kwargs, adapters, rows, seeds)
-        y = self._run(x, args, kwargs, adapters[:1], None, seeds[:1])
+        if len(adapters) == 1:
+            return self._run(x, args, kwargs, adapters, None, seeds)
+        y = self._run(x, args, kwargs, adapters[:1], None, _seed_of(seeds, 0))
         for number in range(1, len(adapters)):
-            y = add(y, x, [adapters[number]], seed=seeds[number : number + 1])
+            y = add(y, x, [adapters[number]], seed=_seed_of(seeds, number))
         return y
 
     def _run(
@@ -126,7 +135,7 @@ class FusedLinear(Linear):
         kwargs: dict[str, Any],
         adapters: list[Adapter],
         rows: AdapterRows | None,
-        seeds: Tensor,
+        seeds: Tensor | int,
     ) -> Tensor:
         """Return the base's output with the adapters of each row, at most one a row, added."""
         base: Any = self.base_layer
@@ -168,25 +177,48 @@ class FusedLinear(Linear):
         dropouts: list[nn.Module] = [self.lora_dropout[name] for name in used]
         return any(each.training and type(each) is nn.Dropout for each in dropouts)
 
-    def _draw_seeds(self, adapters: list[Adapter]) -> Tensor:
-        """Return a seed for each adapter, from torch's default generator and the process' rank."""
+    def _draw_seeds(self, adapters: list[Adapter]) -> Tensor | int:
+        """Return a seed for each adapter, from torch's default generator and the process' rank.
+
+        Without dropout nothing is drawn, and the seed is 0.
+        """
         if not any(adapter.dropout for adapter in adapters):
-            return torch.zeros(len(adapters), dtype=torch.int64, device="cpu")
+            return 0
         seeds = draw_seeds(len(adapters))
         if not torch.compiler.is_compiling() and type(seeds) is Tensor and not current_modes():
             note_seeds(self, seeds.tolist(), self.current_settings())
         return seeds
 
 
-class FusedTorchaoLinear(FusedLinear, TorchaoLoraLinear):
-    """PEFT's layer around a quantised base of torchao, with the adapters added by `penstock.lora`.
+class FusedLinear(FusedLayer, Linear):
+    """PEFT's `Linear`, fused."""
+
+
+class FusedTorchaoLinear(FusedLayer, TorchaoLoraLinear):
+    """PEFT's layer around a quantised base of torchao, fused.
 
     Merging, which quantises the base again, is that of PEFT's class.
     """
 
 
-FUSED_TYPES: dict[type, type] = {Linear: FusedLinear, TorchaoLoraLinear: FusedTorchaoLinear}
-"""Classes of PEFT's layers that are fused, by exact type."""
+_fused_types: dict[type, type] = {Linear: FusedLinear, TorchaoLoraLinear: FusedTorchaoLinear}
+_BITSANDBYTES = ("peft.tuners.lora.bnb", ("Linear4bit", "Linear8bitLt"))
+
+
+def find_fused_type(kind: type) -> type | None:
+    """Return the fused class for the exact class of a layer of PEFT's; None where there is none.
+
+    Those of bitsandbytes compute their base's product themselves, and the adapters are added.
+    """
+    module, names = _BITSANDBYTES
+    if kind not in _fused_types and kind.__module__ == module and kind.__name__ in names:
+        _fused_types[kind] = type(f"Fused{kind.__name__}", (FusedLayer, kind), {})
+    return _fused_types.get(kind)
+
+
+def find_stock_type(kind: type) -> type | None:
+    """Return PEFT's class for a fused one; None where it is not fused."""
+    return next((stock for stock, fused in _fused_types.items() if fused is kind), None)
 
 
 def draw_seeds(num_seeds: int) -> Tensor:
@@ -200,23 +232,23 @@ def draw_seeds(num_seeds: int) -> Tensor:
     return seeds
 
 
+def _seed_of(seeds: Tensor | int, number: int) -> Tensor | int:
+    return seeds if isinstance(seeds, int) else seeds[number : number + 1]
+
+
 def find_adapter_obstacle(layer: Linear, name: str) -> str | None:
     """Return why calls with an adapter are PEFT's; None where they are not."""
     if name in layer.lora_variant:
         return f"adapter {name!r} is a variant of LoRA, {type(layer.lora_variant[name]).__name__}"
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    for of, module, types in (
-        ("lora_A", down, (nn.Linear,)),
-        ("lora_B", up, (nn.Linear,)),
-        ("lora_dropout", dropout, (nn.Dropout, nn.Identity)),
-    ):
+    for of, module, types in zip(_PARTS, (down, up, dropout), _PART_TYPES, strict=True):
         if type(module) not in types:
             return f"{of} of adapter {name!r} is a {type(module).__name__}"
         if is_watched(module):
             return f"{of} of adapter {name!r} has hooks or a forward of its own"
     if down.bias is not None or up.bias is not None:
         return f"adapter {name!r} has a bias"
-    if is_distributed(layer.lora_A[name].weight) or is_distributed(layer.lora_B[name].weight):
+    if is_distributed(down.weight) or is_distributed(up.weight):
         return f"adapter {name!r} is sharded"
     if type(dropout) is nn.Dropout and dropout.p >= 1:
         return f"adapter {name!r} drops all of its input"
@@ -233,7 +265,7 @@ def find_base_obstacle(base: nn.Module) -> str | None:
     if is_watched(base):
         return "the base layer has hooks or a forward of its own"
     weight: Any = base.weight
-    if type(weight) not in (nn.Parameter, Tensor) and not can_split_rows(weight):
+    if type(weight) not in _PLAIN and not can_split_rows(weight):
         kind = type(weight.data if type(weight) is nn.Parameter else weight)
         return f"the base layer's weight is a {kind.__name__}"
     return None
@@ -252,7 +284,7 @@ def is_watched(module: nn.Module) -> bool:
 
 def is_distributed(tensor: object) -> bool:
     """Return whether a tensor is sharded over processes."""
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
 
 
 def _describe(scaling: Any) -> str:

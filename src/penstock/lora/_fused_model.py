@@ -17,7 +17,7 @@ from peft.tuners.lora.model import LoraModel
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from penstock.lora._fused_layer import FUSED_TYPES, FusedLinear
+from penstock.lora._fused_layer import FusedLayer, find_fused_type, find_stock_type
 from penstock.lora._settings import (
     BASE,
     AdapterNames,
@@ -64,9 +64,10 @@ class FusedLoraModel(LoraModel):
 def fuse_layers(model: nn.Module) -> None:
     """Fuse the layers of a model, and have those that stay PEFT's recall `adapter_names`."""
     for module in model.modules():
-        if type(module) in FUSED_TYPES and "forward" not in module.__dict__:
-            module.__class__ = FUSED_TYPES[type(module)]
-        elif _takes_names(module) and not isinstance(module, FusedLinear):
+        fused_type = find_fused_type(type(module))
+        if fused_type is not None and "forward" not in module.__dict__:
+            module.__class__ = fused_type
+        elif _takes_names(module) and not isinstance(module, FusedLayer):
             hooks = module._forward_pre_hooks
             if recall_names not in hooks.values():
                 module.register_forward_pre_hook(recall_names, with_kwargs=True)
@@ -74,10 +75,10 @@ def fuse_layers(model: nn.Module) -> None:
 
 def unfuse_layers(model: nn.Module) -> None:
     """Give the layers of a model back to PEFT."""
-    stock_types = {fused: stock for stock, fused in FUSED_TYPES.items()}
     for module in model.modules():
-        if type(module) in stock_types:
-            module.__class__ = stock_types[type(module)]
+        stock_type = find_stock_type(type(module))
+        if stock_type is not None:
+            module.__class__ = stock_type
         elif _takes_names(module):
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if hook is recall_names]:
@@ -106,7 +107,7 @@ def _takes_names(module: nn.Module) -> bool:
 
 
 def _settings_of(module: nn.Module, names: AdapterNames | None) -> Settings:
-    if isinstance(module, FusedLinear):
+    if isinstance(module, FusedLayer):
         return module.current_settings(names)
     return _NO_NAMES._replace(names=names)
 

@@ -165,7 +165,7 @@ def _prepare(
         rows.starts,
         [adapter.scaling for adapter in adapters],
         [adapter.dropout for adapter in adapters],
-        _derive_seeds(seed, len(adapters)),
+        _derive_seeds(seed, adapters),
     )
     return _Call(flat, operands)
 
@@ -236,7 +236,7 @@ def _group(assignment: Assignment, num_rows: int, num_adapters: int) -> AdapterR
                 f"assignment is None with {num_adapters} adapters; give the number of its adapter "
                 "for each row, -1 for none"
             )
-        return AdapterRows.of_runs([num_rows])
+        return AdapterRows(num_rows, (num_rows,), (0,))
     if not isinstance(assignment, AdapterRows):
         assignment = AdapterRows.group(assignment, num_adapters)
     if (assignment.num_rows, assignment.num_adapters) != (num_rows, num_adapters):
@@ -247,8 +247,11 @@ def _group(assignment: Assignment, num_rows: int, num_adapters: int) -> AdapterR
     return assignment
 
 
-def _derive_seeds(seed: Seed, num_adapters: int) -> Tensor:
-    """Return a seed of 64 bits for each adapter."""
+def _derive_seeds(seed: Seed, adapters: Sequence[Adapter]) -> Tensor | None:
+    """Return a seed of 64 bits for each adapter; None where none has dropout."""
+    if type(seed) is int and not any(adapter.dropout for adapter in adapters):
+        return None
+    num_adapters = len(adapters)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.device.type != "cpu" or seed.dim() != 1:
             raise TypeError(
@@ -266,7 +269,7 @@ def _derive_seeds(seed: Seed, num_adapters: int) -> Tensor:
         seeds = _fill(_to_integer(seed), num_adapters) ^ torch.tensor(others, dtype=torch.int64)
     if len(seeds) != num_adapters:
         raise ValueError(f"seed has {len(seeds)} numbers for {num_adapters} adapters")
-    return seeds
+    return seeds if any(adapter.dropout for adapter in adapters) else None
 
 
 def _fill(seed: int, size: int) -> Tensor:

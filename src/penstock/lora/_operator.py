@@ -1,6 +1,7 @@
 """The operator of `linear`, with its backward, its form under `torch.compile`, and its FLOPs.
 
-Seeds are a tensor on the CPU, so that a compiled or captured step draws new ones in each run.
+Seeds are a tensor on the CPU, so that a compiled or captured step draws new ones in each run; None
+where no adapter has dropout.
 Autograd keeps the input, which the layer before shares, and the products of rank r. The dropout
 mask is made again. A backward pass that is to be differentiated itself goes through operators that
 autograd knows.
@@ -36,11 +37,11 @@ def uses_of(
     starts: Sequence[int],
     scalings: Sequence[float],
     dropouts: Sequence[float],
-    seeds: Tensor,
+    seeds: Tensor | None,
 ) -> list[_products.AdapterUse]:
     """Return the adapters with their rows, from the operands of a call."""
     parts = [None] * len(counts) if order is None else order.split(list(counts))
-    numbers = seeds.tolist() if any(dropouts) else [0] * len(counts)
+    numbers = [0] * len(counts) if seeds is None else seeds.tolist()
     return [
         _products.AdapterUse(
             down=downs[i],
@@ -129,7 +130,7 @@ class _LinearWithAdapters(torch.autograd.Function):
         bias: Tensor | None,
         total: Tensor | None,
         rows: tuple[Any, ...],
-        seeds: Tensor,
+        seeds: Tensor | None,
         order: Tensor | None,
         *matrices: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -235,7 +236,7 @@ def _differentiable(
 
 _OPERANDS = (
     "Tensor[] downs, Tensor[] ups, Tensor? order, SymInt[] counts, SymInt[] starts, "
-    "float[] scalings, float[] dropouts, Tensor seeds"
+    "float[] scalings, float[] dropouts, Tensor? seeds"
 )
 _library = torch.library.Library("penstock", "FRAGMENT")
 _library.define(

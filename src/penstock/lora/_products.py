@@ -81,6 +81,8 @@ class AdapterUse:
         """Return a tile of the adapter's rows of a matrix: a view where they lie together."""
         if self.index is not None:
             return matrix.index_select(0, self.index[tile])
+        if tile.stop - tile.start == matrix.shape[0]:
+            return matrix
         return matrix[self.start + tile.start : self.start + tile.stop]
 
     def new_tile(self) -> torch.Tensor:
@@ -144,8 +146,9 @@ def forward(
     for use, s in zip(uses, split_hidden(hidden, uses), strict=True):
         memory = None if use.mask is None or use.copies(x) else use.new_tile()
         for tile in use.tiles():
-            torch.mm(use.inputs_of(x, tile, memory), use.down.t(), out=s[tile])
-            _add_product(y, use, tile, s[tile])
+            part = s[tile]
+            torch.mm(use.inputs_of(x, tile, memory), use.down.t(), out=part)
+            _add_product(y, use, tile, part)
     return y, hidden
 
 
@@ -157,8 +160,10 @@ def make_hidden(x: torch.Tensor, uses: list[AdapterUse]) -> torch.Tensor:
 
 def split_hidden(hidden: torch.Tensor, uses: list[AdapterUse]) -> list[torch.Tensor]:
     """Return the matrix S of each adapter, `(num_rows, r)`, as views."""
+    if len(uses) == 1:
+        return [hidden.view(-1, uses[0].down.shape[0])]
     sizes = [use.num_rows * use.down.shape[0] for use in uses]
-    parts = hidden.split(sizes) if uses else ()
+    parts = hidden.split_with_sizes(sizes) if uses else ()
     return [part.view(-1, use.down.shape[0]) for part, use in zip(parts, uses, strict=True)]
 
 

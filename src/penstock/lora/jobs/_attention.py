@@ -1,7 +1,8 @@
 """Attention sample by sample, so that its bits do not depend on the samples beside it.
 
-Transformers' own causal attention is called on each sample's rows, copied to memory of their own:
-library products may round otherwise for another alignment or stride. Rows of filler get zeros.
+Transformers' own causal attention is called on each sample's rows. Library products may round
+otherwise for another alignment or stride, so rows whose strides depend on the rows beside them are
+copied to memory of their own. Rows of filler get zeros.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _attend_runs(
         if not is_sample:
             parts.append(query.new_zeros(1, length, query.shape[1], value.shape[3]))
             continue
-        own = [_OwnRows.apply(each) for each in rows]
+        own = [each if _has_own_strides(each) else _OwnRows.apply(each) for each in rows]
         mask = _window_mask(length, arguments.get("sliding_window"), query.device)
         out, _ = sdpa_attention_forward(
             module, own[0], own[1], own[2], mask, scaling=arguments.get("scaling"), is_causal=True
@@ -136,6 +137,12 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
     return ((distance >= 0) & (distance < window))[None, None]
 
 
+def _has_own_strides(rows: Tensor) -> bool:
+    """Tell that rows, (1, heads, n, head_dim), lie one after the other, each with all its heads."""
+    heads, row, element = rows.stride()[1:]
+    return element == 1 and (rows.shape[1] == 1 or heads < row)
+
+
 class _OwnRows(torch.autograd.Function):
     """Rows copied to memory of their own."""
 
@@ -149,7 +156,7 @@ class _OwnRows(torch.autograd.Function):
 
 
 class _OwnGradient(torch.autograd.Function):
-    """A tensor as it is, with a gradient in memory of its own."""
+    """A tensor as it is, with a gradient whose strides are its own."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -157,4 +164,4 @@ class _OwnGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient.clone(memory_format=torch.contiguous_format)
+        return gradient.contiguous()

@@ -58,11 +58,11 @@ class TokenChunk:
 
 @dataclass(frozen=True)
 class LayerUse:
-    """Adapters of one layer in a micro-batch, with their rows and seeds."""
+    """Adapters of one layer in a micro-batch, with their rows and seeds: int64, one by adapter."""
 
     adapters: list[Adapter]
     rows: AdapterRows
-    seeds: list[int]
+    seeds: Tensor
 
 
 class MicroBatch:
@@ -106,17 +106,19 @@ class MicroBatch:
 
     def _group_by_layer(self) -> dict[str, LayerUse]:
         layers: dict[str, LayerUse] = {}
+        grouped: dict[tuple[int, ...], AdapterRows] = {}
         for name in {name: None for chunk in self.chunks for name in chunk.adapters}:
-            has = [i for i, chunk in enumerate(self.chunks) if name in chunk.adapters]
-            rows = AdapterRows(
-                num_rows=self.num_rows,
-                counts=tuple(self.chunks[i].num_rows for i in has),
-                starts=tuple(self.starts[i] for i in has),
-            )
+            has = tuple(i for i, chunk in enumerate(self.chunks) if name in chunk.adapters)
+            if has not in grouped:
+                grouped[has] = AdapterRows(
+                    num_rows=self.num_rows,
+                    counts=tuple(self.chunks[i].num_rows for i in has),
+                    starts=tuple(self.starts[i] for i in has),
+                )
             layers[name] = LayerUse(
                 adapters=[self.chunks[i].adapters[name] for i in has],
-                rows=rows,
-                seeds=[self.chunks[i].seeds[name] for i in has],
+                rows=grouped[has],
+                seeds=torch.tensor([self.chunks[i].seeds[name] for i in has]),
             )
         return layers
 

@@ -112,7 +112,7 @@ class PackedModel:
         self._calls[0] = 0
         output = self.model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False)
         self.num_attentions = self._calls[0]
-        return output.logits[0]
+        return output.logits.squeeze(0)  # whose gradient is no copy, as that of [0] is
 
     def _runs(self) -> list[tuple[int, bool]]:
         assert self._batch is not None

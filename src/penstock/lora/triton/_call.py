@@ -66,14 +66,14 @@ def _convert(
     starts: Sequence[int],
     scalings: Sequence[float],
     dropouts: Sequence[float],
-    seeds: Tensor,
+    seeds: Tensor | None,
 ) -> tuple[LayerAdapters, RowTables]:
     adapters = LayerAdapters(
         downs=tuple(down.contiguous() for down in downs),
         ups=tuple(up.contiguous() for up in ups),
         scalings=tuple(scalings),
         dropouts=tuple(dropouts),
-        seeds=tuple(seeds.tolist()),
+        seeds=(0,) * len(downs) if seeds is None else tuple(seeds.tolist()),
     )
     ranks = tuple(len(down) for down in downs)
     dtype = adapters.dtype or x.dtype
