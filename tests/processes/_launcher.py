@@ -14,7 +14,7 @@ import socket
 import sys
 
 # What the server's interpreter has read before it forks; these it reads again.
-READ_AGAIN = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"}
+READ_AGAIN = {"PYTHON", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"}
 FORWARDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
 
 
@@ -22,7 +22,7 @@ def is_served(arguments: list[str]) -> bool:
     """Return whether the server runs these arguments as `python` does."""
     if any(name.startswith("PYTHON") and name not in READ_AGAIN for name in os.environ):
         return False
-    while len(arguments) > 1 and arguments[0][:2] in ("-W", "-B"):
+    while len(arguments) > 1 and arguments[0][:2] in ("-W", "-B", "-u"):
         arguments = arguments[2 if arguments[0] == "-W" else 1 :]
     if not arguments:
         return False

@@ -4,10 +4,12 @@ Started as a program, with the address of its socket and the libraries as argume
 them at the first request, and ends when its standard input does. It has no threads.
 """
 
+import atexit
 import builtins
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -15,12 +17,13 @@ import selectors
 import signal
 import socket
 import sys
-import traceback
+import threading
 import types
 import warnings
 from importlib.machinery import SourceFileLoader
 
 NUM_FILES = 250  # the most that a message carries
+FIRST_KEPT = 500  # above the numbers of a process's own files
 
 
 class Request:
@@ -62,6 +65,9 @@ def serve(address: str, libraries: list[str]) -> Request:
                     libraries = []
                 process = os.fork()
                 if process == 0:
+                    selector.close()
+                    for each in (listener, connection, *(own for own, _ in running.values())):
+                        each.detach()  # its number will be another file's
                     become(request)
                     return request
                 for file in request.received:
@@ -102,9 +108,8 @@ def become(request: Request) -> None:
     """Take over the launcher's files, environment and directory."""
     import fcntl
 
-    own = range(3, 1000)
-    kept = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in request.received]
-    for file in own:
+    kept = [fcntl.fcntl(file, fcntl.F_DUPFD, FIRST_KEPT) for file in request.received]
+    for file in range(3, FIRST_KEPT):
         with contextlib.suppress(OSError):
             os.close(file)
     for file in {0, 1, 2} - set(request.files):
@@ -130,10 +135,16 @@ def become(request: Request) -> None:
 
 def run(arguments: list[str]) -> None:
     """Run arguments of `python` in a new `__main__`."""
-    while arguments[0][:2] in ("-W", "-B"):
+    while arguments[0][:2] in ("-W", "-B", "-u"):
         option, *arguments = arguments
         if option == "-B":
             sys.dont_write_bytecode = True
+            continue
+        if option == "-u":
+            sys.stdout, sys.stderr = (
+                io.TextIOWrapper(io.FileIO(file, "w", closefd=False), write_through=True)
+                for file in (1, 2)
+            )
             continue
         if option == "-W":
             option, *arguments = arguments
@@ -153,9 +164,10 @@ def run(arguments: list[str]) -> None:
     else:
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.realpath(first))
-        loader = SourceFileLoader("__main__", first)
-        main.__dict__.update(__file__=first, __cached__=None, __loader__=loader)
-        code = compile(loader.get_data(first), first, "exec", dont_inherit=True)
+        path = os.path.join(os.getcwd(), first)
+        loader = SourceFileLoader("__main__", path)
+        main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
         exec(code, main.__dict__)
 
 
@@ -171,11 +183,11 @@ def run_as_python(arguments: list[str]) -> None:
             runpy.__file__,
         ):
             error.__traceback__ = error.__traceback__.tb_next
-        if sys.excepthook is sys.__excepthook__:
-            traceback.print_exception(error)
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
