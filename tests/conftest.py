@@ -94,12 +94,8 @@ def real_disk() -> Path:
 @pytest.fixture(params=["torch"])
 def quick_spawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Processes that multiprocessing spawns have torch, or what a parameter says, imported."""
-    from multiprocessing import spawn
-
-    python = spawn.get_executable()
-    spawn.set_executable(fork_servers.find_python(request.param))
-    yield
-    spawn.set_executable(python)
+    with fork_servers.spawned_by(request.param):
+        yield
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
-from fork_servers import find_python
+from fork_servers import find_python, spawned_by
 
 NUM_RANKS = 2
 needs_gloo = pytest.mark.skipif(
@@ -58,15 +58,11 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
 
 def spawn(work: Callable[[Path], Any], num_ranks: int, folder: Path) -> list[Any]:
     """Run `work(folder)` on ranks as torchrun would start them; return what each returns."""
-    python = multiprocessing.spawn.get_executable()
-    multiprocessing.spawn.set_executable(find_python("libraries"))
     arguments = (num_ranks, _free_port(), work, str(folder))
-    try:
+    with spawned_by("libraries"):
         multiprocessing.start_processes(
             _one_rank, arguments, nprocs=num_ranks, start_method="spawn"
         )
-    finally:
-        multiprocessing.spawn.set_executable(python)
     return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
 
 

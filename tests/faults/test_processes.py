@@ -34,7 +34,6 @@ from _training import (
     offloading,
 )
 from _waiting import wait_until
-from fork_servers import find_python
 from penstock.activations import Offload
 from penstock.errors import StoreError
 from penstock.memory import FileStore
@@ -97,6 +96,8 @@ def child(name: str, store: Path) -> Iterator[subprocess.Popen[str]]:
 
     It is killed at the end, if it is still there.
     """
+    from fork_servers import find_python  # the program has no such module
+
     process = subprocess.Popen(
         [find_python("torch"), __file__, name, str(store)],
         env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"},

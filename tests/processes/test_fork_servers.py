@@ -121,8 +121,8 @@ def test_input_and_other_open_files_are_the_programs(folder):
 
 WAIT = """
 import os, sys, time
-print(os.getpid(), flush=True)
 try:
+    print(os.getpid(), flush=True)
     time.sleep(60)
 finally:
     print("on the way out", flush=True)
