@@ -156,7 +156,7 @@ def test_the_table_of_lora_layers_is_that_of_the_rows():
     for path in RESULTS.glob("*/lora.json"):
         rows |= {(row.case, row.arm): row for row in read_rows(path)}
     _, *table = table_after("lora.md", "| layer | PEFT, ms |")
-    assert len(table) == 8
+    assert len(table) == 10
     ratios = {"PEFT, torch.compile": 2, "add into output": 3, "penstock": 4}
     for cells in table:
         case = f"layer: {cells[0]}"
