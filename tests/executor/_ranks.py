@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
-from fork_servers import find_python, spawned_by
+from fork_servers import find_python
 
 NUM_RANKS = 2
 needs_gloo = pytest.mark.skipif(
@@ -58,11 +58,13 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
 
 def spawn(work: Callable[[Path], Any], num_ranks: int, folder: Path) -> list[Any]:
     """Run `work(folder)` on ranks as torchrun would start them; return what each returns."""
+    # Imports take most of the time: one process does them for all ranks of all tests.
+    libraries = ["accelerate", "lightning", "peft", "penstock.batching", "_sharded_cases"]
+    multiprocessing.set_forkserver_preload(libraries)
     arguments = (num_ranks, _free_port(), work, str(folder))
-    with spawned_by("libraries"):
-        multiprocessing.start_processes(
-            _one_rank, arguments, nprocs=num_ranks, start_method="spawn"
-        )
+    multiprocessing.start_processes(
+        _one_rank, arguments, nprocs=num_ranks, start_method="forkserver"
+    )
     return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
 
 

@@ -24,7 +24,7 @@ LIBRARIES = {
     "torch": ["numpy", "torch"],
     "libraries": [
         *("numpy", "torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"),
-        *("accelerate", "transformers.trainer", "peft", "lightning", "torch_geometric.loader"),
+        *("accelerate", "transformers.trainer", "peft", "torch_geometric.loader"),
     ],
 }
 LONGEST_LINE = 127  # that names an interpreter
