@@ -22,6 +22,8 @@ help:
 demo: $(STAMP)
 	$(BIN)/penstock demo
 
+# Bytecode is kept, or each worker and each process of a test would compile all sources again.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal $(TESTS)
 

@@ -22,6 +22,8 @@ if (_num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
 import numpy as np
 import pytest
 
+import fork_servers
+
 if TYPE_CHECKING:
     from simulated_cuda import SimulatedCuda
 
@@ -87,6 +89,13 @@ def real_disk() -> Path:
     if directory is None:
         pytest.fail(f"no directory on a real disk among {[str(c) for c in candidates]}; set TMPDIR")
     return directory
+
+
+@pytest.fixture(params=["torch"])
+def quick_spawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that multiprocessing spawns have torch, or what a parameter says, imported."""
+    with fork_servers.spawned_by(request.param):
+        yield
 
 
 @pytest.fixture
@@ -255,7 +264,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let pass what torch 2.11 says of sparse tensors whose invariants are checked, too."""
+    """Let pass what torch 2.11 says of sparse tensors whose invariants are checked, too.
+
+    One process, of those of a run, starts the fork servers (see `fork_servers.py`). Collecting
+    makes hundreds of thousands of objects and next to no cycles: looking for these takes seconds.
+    """
+    gc.disable()
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and fork_servers.VARIABLE not in os.environ and sys.platform == "linux":
+        servers = fork_servers.ForkServers()
+        os.environ[fork_servers.VARIABLE] = str(servers.directory)
+        config.add_cleanup(servers.close)
     if metadata.version("torch").startswith("2.11."):
         config.addinivalue_line(
             "filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning"
@@ -272,6 +291,7 @@ def pytest_collection_finish() -> None:
     """Take what the imports have made out of collections, and out of captures, which look at all
     objects there are (see `penstock.graph.capturing._conditions`): there are thousands of these.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -285,7 +305,11 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no GPU; torch is imported only if one was collected."""
+    """Begin with the slow tests, for which others would wait at the end.
+
+    Skip `gpu` tests where there is no GPU; torch is imported only if one was collected.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

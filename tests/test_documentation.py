@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from fork_servers import find_python
 from penstock.unified.overrides.registry import OVERRIDES
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ def blocks(page: str, containing: str = "") -> list[str]:
 def run(source: str, directory: Path) -> str:
     search = [str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-c", source],
+        [find_python("libraries"), "-c", source],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search))},
         capture_output=True,

@@ -7,6 +7,7 @@ defined once in the library. Names that are half sentences stay away. Files and 
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -72,9 +73,9 @@ class Source:
         if self.path.suffix == ".py":
             self.tree = ast.parse(self.text)
 
-    @property
-    def nodes(self) -> Iterator[ast.AST]:
-        return ast.walk(self.tree) if self.tree is not None else iter(())
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return [] if self.tree is None else list(ast.walk(self.tree))
 
     @property
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

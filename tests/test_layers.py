@@ -9,6 +9,7 @@ Imports inside functions and under TYPE_CHECKING count as well: they are depende
 """
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def imported_modules(tree: ast.AST, *, module: str, is_package: bool) -> Iterato
             names = [f"{base}.{alias.name}" for alias in node.names]
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func).endswith("import_module")
+            and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith("import_module")
             and node.args
             and isinstance(node.args[0], ast.Constant)
         ):
@@ -99,6 +100,7 @@ def module_of(name: str) -> str:
     return name
 
 
+@functools.cache
 def imports() -> list[tuple[str, str, str]]:
     """Each import as (module, imported module, "file:line: imported name")."""
     found = []

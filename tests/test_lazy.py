@@ -1,13 +1,13 @@
 """Names that load on first use: those that type checkers are shown, and all that are public."""
 
 import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import penstock
+from fork_servers import find_python
 
 PACKAGE = Path(penstock.__file__).parent
 LAZY = [
@@ -42,6 +42,6 @@ def test_a_name_that_is_not_there(name):
 def test_everything_can_be_imported_at_once():
     program = "from penstock import *; print(plan.__module__, report.plan_table, StepGraph)"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        [find_python("torch"), "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("penstock.planner")

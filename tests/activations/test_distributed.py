@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import penstock
+from fork_servers import find_python
 
 pytest.importorskip("torch.distributed.fsdp", reason="this torch was built without distributed")
 if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
@@ -35,7 +35,7 @@ def results(real_disk: Path) -> list[dict[str, Any]]:
         store.mkdir()
         source = str(Path(penstock.__file__).parent.parent)
         search = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch = [find_python("torch"), "-m", "torch.distributed.run", "--standalone"]
         ended = subprocess.run(
             [*launch, f"--nproc-per-node={NUM_RANKS}", str(WORKER), str(output), str(store)],
             env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},

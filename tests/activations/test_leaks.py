@@ -82,7 +82,7 @@ def footprint() -> Footprint:
 
 def assert_no_growth(before: Footprint) -> None:
     """Compare with `before`; a transfer under way may still hold its record for a moment."""
-    deadline = time.monotonic() + 5
+    deadline, pause = time.monotonic() + 5, 0.05
     while True:
         try:
             footprint().assert_not_above(before)
@@ -90,7 +90,8 @@ def assert_no_growth(before: Footprint) -> None:
         except AssertionError:
             if time.monotonic() > deadline:
                 raise
-        time.sleep(0.1)
+        time.sleep(pause)
+        pause *= 2  # a footprint is a collection, which takes long
 
 
 def repeat_without_growth(run: Callable[[], None], times: int) -> int:

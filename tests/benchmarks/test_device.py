@@ -15,6 +15,7 @@ import _device_steps
 import smoke
 from _device_steps import STEPS, Step
 from _rows import REPOSITORY, read_rows, results_file
+from fork_servers import find_python
 
 
 def test_the_suite_fits_into_three_calls_of_nine_minutes_and_eight_files():
@@ -142,7 +143,7 @@ def test_a_dry_run_starts_a_topic_and_says_what_it_would_measure(tmp_path):
     done = subprocess.run(
         ["benchmarks/device.sh", str(tmp_path), "smoke", "--dry-run"],
         cwd=REPOSITORY,
-        env=_device.environment_of("", str(tmp_path)) | {"PYTHON": sys.executable},
+        env=_device.environment_of("", str(tmp_path)) | {"PYTHON": find_python("torch")},
         capture_output=True,
         text=True,
         check=False,

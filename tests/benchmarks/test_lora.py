@@ -35,6 +35,7 @@ from _lora_arms import (
 from _lora_models import Model, base_bytes, live_base_bytes
 from _lora_packing import draw_jobs, packing_rows
 from _rows import REPOSITORY, BenchmarkRow, Environment, Limit, read_rows
+from fork_servers import find_python
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,6 +156,7 @@ def test_an_arm_that_fails_is_left_out_with_its_reason(monkeypatch):
 
 
 def test_two_processes_run_one_arm_at_once(monkeypatch):
+    monkeypatch.setattr(sys, "executable", find_python("libraries"))
     monkeypatch.setattr(_lora_layers, "PEFT", ADD_INTO)  # spares two imports of PEFT
     names, shape = (ADD_INTO, OURS), shape_of(0.1)
     rows = _lora_layers.crowded_rows(
@@ -226,7 +228,8 @@ def test_jobs_of_every_arm_train_on_one_base(arm, monkeypatch):
     assert bool(told["facts"]) is (arm == _lora_jobs.TOGETHER)
 
 
-def test_a_process_waits_when_it_is_warm():
+def test_a_process_waits_when_it_is_warm(monkeypatch):
+    monkeypatch.setattr(sys, "executable", find_python("libraries"))
     flags = ["--arm", _lora_jobs.PROCESSES, "--jobs", 1, "--rows", 8, "--dropout", 0, "--steps", 1]
     worker = lora.Worker("_lora_jobs.py", [*flags, "--threads", 1, *TINY])
     try:
@@ -287,7 +290,7 @@ def test_counted_bytes_are_those_of_the_closed_form():
     script = REPOSITORY / "benchmarks" / "_lora_bytes.py"
     path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(script), "--quick"],
+        [find_python("torch"), str(script), "--quick"],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path.rstrip(os.pathsep)},
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
+from fork_servers import find_python
 from penstock.cli import demo
 from penstock.cli.demo import _training
 
@@ -32,9 +33,9 @@ def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
     out = tmp_path / "results"
     done = subprocess.run(
         [
-            sys.executable, "-m", "penstock", "demo", "--out", str(out), "--steps", "2",
+            find_python("libraries"), "-m", "penstock", "demo", "--out", str(out), "--steps", "2",
             "--policy", "all", "--min-bytes", "4KiB", "--hidden-size", "32", "--layers", "1",
-            "--heads", "2", "--sequence-length", "64", "--batch-size", "4", "--plan-seconds", "1",
+            "--heads", "2", "--sequence-length", "64", "--batch-size", "4", "--plan-seconds", "0.2",
         ],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,

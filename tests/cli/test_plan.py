@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 import graphs
 import penstock.graph
 import penstock.memory
+from fork_servers import find_python
 from penstock.cli import _plan, app
 from penstock.cli._models import SHAPES, ModelError, ModelOptions, load_graph
 from penstock.cli._plan import CapturedModel, parse_device_memory
@@ -263,7 +263,7 @@ def test_ctrl_c_takes_the_best_plan_so_far(tmp_path):
     step = graphs.chain_step(500, weight_bytes=2**20, activation_bytes=2**22)
     timed(step, 1e-4).save(path)  # moving takes longer than computing: the search goes on
     options = ["--device-memory", "40%", "--machine", "v100-16gb-pcie3", "--time-limit", "600"]
-    command = [sys.executable, "-m", "penstock", "plan", str(path), *options]
+    command = [find_python("torch"), "-m", "penstock", "plan", str(path), *options]
     with subprocess.Popen(
         [*command, "--save", str(saved_plan)],
         stdout=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """The command line from outside: scripts under `penstock run` behave as under `python`.
 
-Starting torch takes seconds, so cases that need no process of their own share one: `launch_all`.
+Starting torch takes seconds, so cases that need no process of their own share one: `launch_all`;
+most others have theirs forked (`find_python`).
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 import penstock
+from fork_servers import find_python
 from penstock import cli
 from penstock.cli import _run, _script
 
@@ -78,10 +80,10 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run_python(
-    *arguments: str | Path, cwd: Path, **changes: str
+    *arguments: str | Path, cwd: Path, python: str = sys.executable, **changes: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [python, *map(str, arguments)],
         cwd=cwd,
         env=environment(**changes),
         capture_output=True,
@@ -91,9 +93,9 @@ def run_python(
 
 
 def penstock_run(
-    *arguments: str | Path, cwd: Path, **changes: str
+    *arguments: str | Path, cwd: Path, python: str = sys.executable, **changes: str
 ) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "penstock", "run", *arguments, cwd=cwd, **changes)
+    return run_python("-m", "penstock", "run", *arguments, cwd=cwd, python=python, **changes)
 
 
 @pytest.fixture
@@ -202,7 +204,7 @@ def test_a_script_sees_what_it_sees_under_python(store: Path, tmp_path: Path):
         )
         for target in targets
     ]
-    results = launch_all(cases, cwd=tmp_path)
+    results = launch_all(cases, cwd=tmp_path, python=find_python("torch"))
     for target, wanted, (exit_code, output, errors) in zip(targets, expected, results, strict=True):
         assert exit_code == 0, errors
         assert json.loads(output) == json.loads(wanted), target
@@ -223,10 +225,12 @@ for case in cases:
 """
 
 
-def launch_all(cases: list[_run.RunOptions], *, cwd: Path) -> list[tuple[int, str, str]]:
+def launch_all(
+    cases: list[_run.RunOptions], *, cwd: Path, python: str
+) -> list[tuple[int, str, str]]:
     """Launch scripts one after the other in one process: (exit status, stdout, stderr)."""
     plain = [{**vars(case)} for case in cases]
-    done = run_python("-c", DRIVER, json.dumps(plain), cwd=cwd)
+    done = run_python("-c", DRIVER, json.dumps(plain), cwd=cwd, python=python)
     assert done.returncode == 0, done.stderr
     outputs = done.stdout.split("<case>\n")[1:]
     errors = done.stderr.split("<case>\n")[1:]
@@ -246,7 +250,7 @@ def test_ends_of_a_script(store: Path, tmp_path: Path):
     cases.append(_run.RunOptions(script="wrong.py", store=str(store)))
     cases.append(_run.RunOptions(script="nowhere.module", module=True, store=str(store)))
     cases.append(_run.RunOptions(script=".", store=str(store)))
-    results = launch_all(cases, cwd=tmp_path)
+    results = launch_all(cases, cwd=tmp_path, python=find_python("torch"))
     assert [exit_code for exit_code, _, _ in results] == [0, 1, 7, 1, 130, 1, 1, 1]
     said = [OURS.sub("", errors) for _, _, errors in results]
     assert said[0] == said[2] == ""
@@ -312,11 +316,11 @@ def test_trainers_of_a_script_run_as_planned(store: Path, tmp_path: Path):
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(TRAINER)
-    plain = run_python("train.py", cwd=tmp_path)
+    plain = run_python("train.py", cwd=tmp_path, python=find_python("libraries"))
     planned = penstock_run(
         "--plan", "--device-memory", "768KiB", "--store", store, "--time-limit", "1",
         "--report", "out.json", "train.py",
-        cwd=tmp_path,
+        cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
     assert planned.returncode == 0, planned.stderr
     weights = [done.stdout[done.stdout.index("weights") :] for done in (plain, planned)]
@@ -361,6 +365,7 @@ def test_a_loop_of_the_scripts_own_is_refused_before_it_trains(tmp_path: Path):
             _run.RunOptions(script="train.py", device_memory="1MiB", plan_auto=True),
         ],
         cwd=tmp_path,
+        python=find_python("libraries"),
     )
     for _, output, errors in (refused, went_on):
         said = "".join(errors.split("\n"))
@@ -406,7 +411,9 @@ def test_a_script_that_calls_fit_has_planned_itself():
 
 def test_the_plans_value_behind_the_script_is_the_scripts(tmp_path: Path, store: Path):
     (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
-    done = penstock_run("--store", store, "train.py", "--plan=auto", "x", cwd=tmp_path)
+    done = penstock_run(
+        "--store", store, "train.py", "--plan=auto", "x", cwd=tmp_path, python=find_python("torch")
+    )
     assert "['--plan=auto', 'x']" in done.stdout
 
 
@@ -414,7 +421,7 @@ def test_a_script_comes_from_standard_input(tmp_path: Path, store: Path):
     code = "import sys; print(__name__, sys.argv, repr(sys.path[0]), __file__)"
     outputs = [
         subprocess.run(
-            [sys.executable, *command, "-", "a"],
+            [find_python("torch"), *command, "-", "a"],
             cwd=tmp_path,
             input=code,
             capture_output=True,
@@ -433,7 +440,7 @@ def test_errors_of_planning_show_the_scripts_lines_alone(tmp_path: Path, store: 
     (tmp_path / "train.py").write_text(TRAINER)
     done = penstock_run(
         "--plan", "--device-memory", "64KiB", "--store", store, "--time-limit", "1", "train.py",
-        cwd=tmp_path,
+        cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
     assert done.returncode == 1
     assert "InfeasibleError: device_memory=64.00 KiB" in done.stderr
@@ -495,7 +502,7 @@ def test_where_a_rank_writes(
 
 def test_ctrl_c_ends_with_130_and_a_report(store: Path, tmp_path: Path, script: Path):
     script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
-    command = [sys.executable, "-m", "penstock", "run", "--store", str(store)]
+    command = [find_python("torch"), "-m", "penstock", "run", "--store", str(store)]
     with subprocess.Popen(
         [*command, "--report", "out.json", "train.py"],
         cwd=tmp_path,

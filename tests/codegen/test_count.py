@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fork_servers import find_python
 from penstock.codegen import count_bytes
 from penstock.errors import PenstockError
 
@@ -25,7 +26,7 @@ def test_counts_under_the_interpreter():
     """In a process of its own: what is interpreted is chosen when Triton is imported."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
             str(HERE / "interpreted_count.py"),
         ],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},

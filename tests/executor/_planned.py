@@ -46,7 +46,7 @@ def graph_of(case: str, optimizer: str) -> StepGraph:
 @functools.cache
 def full_plan(case: str, optimizer: str) -> Plan:
     """The plan with all the memory that it wants."""
-    return plan(graph_of(case, optimizer), machine=MACHINE, time_limit=0.2)
+    return plan(graph_of(case, optimizer), machine=MACHINE, time_limit=0.05)
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def plan_of(case: str, optimizer: str, share: float, tier: str, **options: Any) 
 def plan_within(graph: StepGraph, device_bytes: int, tier: str, **options: Any) -> Plan:
     """A plan for so many bytes, or for the least that is feasible."""
     below = {"store": "/tmp"} if tier == "file" else {"host_memory": "1GiB"}
-    given = {"machine": MACHINE, "time_limit": 0.2, **below, **options}
+    given = {"machine": MACHINE, "time_limit": 0.05, **below, **options}
     try:
         return plan(graph, device_memory=device_bytes, **given)
     except InfeasibleError as error:

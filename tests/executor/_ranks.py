@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
+from fork_servers import find_python
+
 NUM_RANKS = 2
 needs_gloo = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
@@ -32,7 +34,7 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
     port = _free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, *program, str(rank), str(port), *map(str, arguments)],
+            [find_python("torch"), *program, str(rank), str(port), *map(str, arguments)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,

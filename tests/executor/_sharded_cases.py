@@ -159,11 +159,11 @@ def planned(
     """Bind a plan for a share of the memory that the step would like to have."""
     graph = capture(model, optimizer, batches()[0], loss=loss_of, **options)
     seed = distributed.get_rank()  # ranks have plans of their own
-    found = plan(graph, machine=MACHINE, time_limit=0.2, seed=seed)
+    found = plan(graph, machine=MACHINE, time_limit=0.05, seed=seed)
     if share < 1:
         below: dict[str, Any] = {"store": store} if tier == "file" else {"host_memory": "1GiB"}
         device_bytes = int(found.peak_device_bytes * share)
-        below |= {"machine": MACHINE, "time_limit": 0.2, "seed": seed}
+        below |= {"machine": MACHINE, "time_limit": 0.05, "seed": seed}
         found = plan(graph, device_memory=device_bytes, **below)
         assert found.transfers
     how: dict[str, Any] = options if with_first_batch else {"graph": graph}
@@ -292,7 +292,7 @@ def accumulated(store: Path) -> list[str]:
         if is_planned:
             how: dict[str, Any] = {"accumulate": 2, "before_step": clip(model)}
             graph = capture(model, optimizer, parts, loss=loss_of, **how)
-            found = plan(graph, machine=MACHINE, time_limit=0.2)
+            found = plan(graph, machine=MACHINE, time_limit=0.05)
             with bind(found, model, optimizer, graph=graph, loss=loss_of, debug=True) as step:
                 torch.manual_seed(1)
                 losses = [step(parts) for _ in range(3)]
@@ -337,7 +337,7 @@ def fitted(store: Path) -> list[str]:
     losses = []
     for _ in range(2):
         with penstock.fit(
-            model, optimizer, batches()[0], loss=loss_of, device_memory="1MiB", time_limit=0.2
+            model, optimizer, batches()[0], loss=loss_of, device_memory="1MiB", time_limit=0.05
         ) as step:
             losses.append(step(batches()[0]).item())
     return [] if losses[1] < losses[0] else [str(losses)]
@@ -354,7 +354,7 @@ def two_shapes(store: Path) -> list[str]:
                 capture(model, optimizer, batches()[0][:rows], loss=loss_of) for rows in (4, 3)
             ]
             (first, one), *others = [
-                (plan(graph, machine=MACHINE, time_limit=0.2), graph) for graph in graphs
+                (plan(graph, machine=MACHINE, time_limit=0.05), graph) for graph in graphs
             ]
             step = bind(
                 *(first, model, optimizer),

@@ -186,6 +186,6 @@ def test_what_cannot_be_recorded_runs_one_by_one_and_says_where_it_fails(late):
 def test_a_step_of_a_device_that_is_not_here_is_refused(tmp_path):
     model, stepper = trainee(CASES["resnet"], "sgd")
     graph = dataclasses.replace(graph_of("resnet", "sgd"), device="xpu")
-    found = plan(graph, machine="h200", time_limit=0.1)
+    found = plan(graph, machine="h200", time_limit=0.05)
     with pytest.raises(GraphFileError, match="'xpu', and there is no such device here"):
         bind(found, model, stepper, graph=graph)

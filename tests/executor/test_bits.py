@@ -52,7 +52,7 @@ def test_plans_of_all_sorts(percent, reorder, recompute, seed):
             device_memory=full_plan("lstm", "adamw").peak_device_bytes * percent // 100,
             host_memory="1GiB",
             machine=MACHINE,
-            time_limit=0.1,
+            time_limit=0.05,
             reorder=reorder,
             recompute=recompute,
             seed=seed,

@@ -11,7 +11,7 @@ from _planned import MACHINE
 from penstock.errors import CaptureError, GraphFileError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OPTIONS = {"machine": MACHINE, "time_limit": 0.2, "cache": False, "device_memory": "64MiB"}
+OPTIONS = {"machine": MACHINE, "time_limit": 0.05, "cache": False, "device_memory": "64MiB"}
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
 

@@ -40,7 +40,7 @@ def eager_losses(case, model, stepper, batches, before_step, accumulate):
 
 def planned_losses(case, model, stepper, batches, store, **how):
     graph = capture(model, stepper, batches[0], loss=case.loss, **how)
-    full = plan(graph, machine=MACHINE, time_limit=0.2)
+    full = plan(graph, machine=MACHINE, time_limit=0.05)
     found = plan_within(graph, full.peak_device_bytes // 2, "file")
     with bind(found, model, stepper, graph=graph, loss=case.loss, store=store, debug=True) as step:
         return [step(batch) for batch in batches]
@@ -107,7 +107,7 @@ def test_fit_clips_and_accumulates(store):
             step = penstock.fit(
                 *(model, stepper, batch),
                 **{"device_memory": "1MiB", "store": store, "machine": MACHINE},
-                **{"time_limit": 0.3, "cache": False},
+                **{"time_limit": 0.05, "cache": False},
                 **{"before_step": before_step, "accumulate": 2},
             )
             torch.manual_seed(1)
@@ -126,7 +126,7 @@ def test_the_first_batch_is_captured_as_it_will_be_run():
     how = {"before_step": clipping(model, 0.1), "accumulate": 2}
     batch = [case.batch] * 2
     graph = capture(model, stepper, batch, **how)
-    found = plan(graph, machine=MACHINE, time_limit=0.2)
+    found = plan(graph, machine=MACHINE, time_limit=0.05)
     with bind(found, model, stepper, **how) as step:
         assert step(batch).isfinite()
 
@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_finite_is_undone_with_clipping_too(store):
     how = {"before_step": clipping(model, 1.0)}
     loss = lambda output, batch: output.sum()  # noqa: E731
     graph = capture(model, stepper, batch, loss=loss, **how)
-    found = plan(graph, machine=MACHINE, time_limit=0.2)
+    found = plan(graph, machine=MACHINE, time_limit=0.05)
     with bind(found, model, stepper, graph=graph, loss=loss) as step:
         step(batch)
         before = everything(model, stepper, [])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from _planned import CASES, MACHINE, differences, eager_step, everything, plan_within
+from fork_servers import find_python
 from penstock.errors import StoreReadError
 from penstock.executor import bind, save_safetensors
 from penstock.executor.state.safetensors import SafetensorsFile
@@ -278,7 +279,15 @@ print(json.dumps({"losses": losses, "state_bytes": state_bytes}))
 
 def in_a_process(arm, store, allowed, out):
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHILD), arm, str(store), str(allowed), str(out)],
+        [
+            find_python("torch"),
+            "-c",
+            textwrap.dedent(CHILD),
+            arm,
+            str(store),
+            str(allowed),
+            str(out),
+        ],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

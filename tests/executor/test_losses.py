@@ -54,9 +54,9 @@ def test_a_loss_writes_nothing_but_its_place(name):
     weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     model, optimizer, batch = trainee()
     graph = penstock.capture(model, optimizer, batch, loss=loss)
-    full = plan(graph, machine="h200", time_limit=0.2)
+    full = plan(graph, machine="h200", time_limit=0.05)
     budget = full.peak_device_bytes * 3 // 4
-    below = {"host_memory": "1MiB", "machine": "h200", "time_limit": 0.2}
+    below = {"host_memory": "1MiB", "machine": "h200", "time_limit": 0.05}
     for found in (full, plan(graph, device_memory=budget, **below)):
         model, optimizer, batch = trainee()
         with penstock.bind(found, model, optimizer, graph=graph, loss=loss, debug=True) as step:

@@ -38,7 +38,7 @@ def trained(masks, planned, dtype=torch.bfloat16):
     batches = [{"input_ids": IDS, "labels": IDS, "attention_mask": mask} for mask in masks]
     if planned:
         others = batches[1:2] if dtype is torch.bfloat16 else []
-        arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.2}
+        arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.05}
         step = penstock.fit(
             model, optimizer, batches[0], extra_batches=others, cache=False, **arguments
         )
@@ -64,7 +64,7 @@ def test_a_step_for_full_masks_refuses_others():
     model = Half(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     batch = {"input_ids": IDS, "labels": IDS, "attention_mask": FULL}
-    arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.2, "cache": False}
+    arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.05, "cache": False}
     step = penstock.fit(model, optimizer, batch, **arguments)
     before = everything(model, optimizer, [])
     with pytest.raises(ValueError, match="attention_mask masks tokens"):
@@ -85,7 +85,7 @@ def test_a_step_for_any_mask_takes_full_ones_too():
     model = Half(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     batch = {"input_ids": IDS, "labels": IDS, "attention_mask": PADDED}
-    arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.2, "cache": False}
+    arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.05, "cache": False}
     step = penstock.fit(model, optimizer, batch, **arguments)
     expected = trained((PADDED, FULL), False)["losses"]
     found = [step({**batch, "attention_mask": mask}) for mask in (PADDED, FULL)]

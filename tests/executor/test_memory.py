@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from _planned import CASES, bound, trainee
+from fork_servers import find_python
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MIB = 2**20
@@ -134,7 +135,7 @@ def test_what_the_system_sees_of_a_step(share, tier, store):
     """Beyond arena and blocks, which are resident, a step takes its workspace, and some slack."""
     where = str(store) if tier == "file" else "host"
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(CHILD), str(share), where],
+        [find_python("torch"), "-c", textwrap.dedent(CHILD), str(share), where],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         check=True,
         stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ from _planned import MACHINE
 from penstock.codegen import _cache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OPTIONS = {"machine": MACHINE, "time_limit": 0.2, "cache": False}
+OPTIONS = {"machine": MACHINE, "time_limit": 0.05, "cache": False}
 BATCHES = [torch.randn(16, 64, generator=torch.Generator().manual_seed(n)) for n in range(4)]
 
 

@@ -38,7 +38,7 @@ def test_a_loss_that_is_nan_undoes_them(num_keys, tier, store):
     model = Queue(num_keys)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     below = {"none": {}, "host": {"host_memory": "64MiB"}, "file": {"store": store}}[tier]
-    arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.2, "cache": False}
+    arguments = {"device_memory": "64MiB", "machine": MACHINE, "time_limit": 0.05, "cache": False}
     step = penstock.fit(model, optimizer, X, **below, **arguments)
     step(X)
     before = everything(model, optimizer, [])

@@ -9,7 +9,7 @@ from _planned import MACHINE, differences, everything
 from penstock.errors import CaptureError, UnlikeEagerError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-OPTIONS = {"machine": MACHINE, "time_limit": 0.2, "cache": False}
+OPTIONS = {"machine": MACHINE, "time_limit": 0.05, "cache": False}
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 
 

@@ -35,7 +35,7 @@ def planned_shapes(model, stepper, tier, shares):
     pairs = []
     for batch, share in zip(batches_of(case), shares, strict=True):
         graph = capture(model, stepper, batch)
-        found = plan(graph, machine=MACHINE, time_limit=0.2)
+        found = plan(graph, machine=MACHINE, time_limit=0.05)
         if share < 1:
             found = plan_within(graph, int(found.peak_device_bytes * share), tier)
         pairs.append((found, graph))
@@ -139,7 +139,7 @@ def test_fit_plans_for_each_shape(store):
         device_memory="64KiB",
         store=store,
         machine=MACHINE,
-        time_limit=0.3,
+        time_limit=0.05,
         cache=False,
     )
     with step:
@@ -165,7 +165,7 @@ def test_a_step_of_the_smallest_tensors(store):
         case = CASES[CASE]._replace(batch=batch, loss=lambda output, batch: output.square().sum())
         if planned:
             graph = capture(model, stepper, batch, loss=case.loss)
-            full = plan(graph, machine=MACHINE, time_limit=0.2)
+            full = plan(graph, machine=MACHINE, time_limit=0.05)
             found = plan_within(graph, full.peak_device_bytes // 2, "host")
             assert found.transfers
             with bind(found, model, stepper, graph=graph, loss=case.loss, debug=True) as step:
@@ -187,7 +187,7 @@ def test_forms_that_come_later_are_added_and_memory_is_lent_in_between():
         batches[0],
         device_memory="1GiB",
         machine=MACHINE,
-        time_limit=0.2,
+        time_limit=0.05,
         cache=False,
         debug=True,
     )
@@ -228,7 +228,7 @@ def test_another_number_of_micro_batches_has_a_plan_of_its_own():
         loss=lambda output, _: output.square().mean(),
         device_memory="1GiB",
         machine=MACHINE,
-        time_limit=0.2,
+        time_limit=0.05,
         cache=False,
     ) as step:
         for update in ([batch, batch * 2, batch * 3], [batch * 2, batch], [batch] * 3):

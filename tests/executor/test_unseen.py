@@ -52,7 +52,7 @@ def bound(
     model: nn.Module, stepper: torch.optim.Optimizer, batch: Any, share: float
 ) -> PlannedStep:
     graph: StepGraph = capture(model, stepper, batch)
-    found = plan(graph, machine=MACHINE, time_limit=0.1)
+    found = plan(graph, machine=MACHINE, time_limit=0.05)
     if share < 1:
         found = plan_within(graph, int(found.peak_device_bytes * share), "host")
     return bind(found, model, stepper, graph=graph, debug=True)

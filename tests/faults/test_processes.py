@@ -96,8 +96,10 @@ def child(name: str, store: Path) -> Iterator[subprocess.Popen[str]]:
 
     It is killed at the end, if it is still there.
     """
+    from fork_servers import find_python  # the program has no such module
+
     process = subprocess.Popen(
-        [sys.executable, __file__, name, str(store)],
+        [find_python("torch"), __file__, name, str(store)],
         env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import sys
 
 import pytest
 
 import signals_to_tables
+from fork_servers import find_python
 
 pytest.importorskip("pytest_timeout", reason="a hang would not end")
 
@@ -16,7 +16,11 @@ pytest.importorskip("pytest_timeout", reason="a hang would not end")
 @pytest.mark.timeout(120)
 def test_signals_to_processes_that_train_tables(real_disk, tmp_path_factory):
     """In a process of its own, which has no threads of autograd when it forks."""
-    program = [sys.executable, signals_to_tables.__file__, str(tmp_path_factory.mktemp("tables"))]
+    program = [
+        find_python("torch"),
+        signals_to_tables.__file__,
+        str(tmp_path_factory.mktemp("tables")),
+    ]
     program += ["--kills", "3", "--interrupts", "3", "--terms", "2"]
     found = subprocess.run(program, capture_output=True, text=True, timeout=110, check=False)
     assert found.returncode == 0, found.stdout + found.stderr

@@ -16,7 +16,7 @@ PLAN: dict[str, Any] = {
     "device_memory": BUDGET,
     "host_memory": "1GiB",
     "machine": "h200",
-    "time_limit": 0.3,
+    "time_limit": 0.05,
     "cache": False,
     "debug": True,
 }

@@ -27,7 +27,7 @@ PLAN: dict[str, Any] = {
     "device_memory": "64KiB",  # parameters, their gradients and moments have 144 KiB
     "host_memory": "1GiB",
     "machine": "h200",
-    "time_limit": 0.3,
+    "time_limit": 0.05,
     "cache": False,
 }
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from fork_servers import find_python
+
 NUM_EDGES, WIDTH = 20_000, 64
 GATHERED_BYTES = NUM_EDGES * WIDTH * WIDTH * 4
 BUDGET_BYTES = GATHERED_BYTES // 4
@@ -64,7 +66,7 @@ print(json.dumps(seen))
 def test_a_step_runs_in_a_quarter_of_what_gathered_weights_take():
     pytest.importorskip("torch_geometric")
     done = subprocess.run(
-        [sys.executable, "-c", TRAINER, *map(str, (NUM_EDGES, WIDTH, BUDGET_BYTES))],
+        [find_python("libraries"), "-c", TRAINER, *map(str, (NUM_EDGES, WIDTH, BUDGET_BYTES))],
         capture_output=True,
         text=True,
         check=False,

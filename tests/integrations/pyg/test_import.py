@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
 import penstock
+from fork_servers import find_python
 
 WITHOUT = """
 import sys
@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
 
 
 def test_without_pyg_the_error_names_the_extra():
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    done = subprocess.run([find_python("torch"), "-c", WITHOUT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (
         "penstock.integrations.pyg needs PyTorch Geometric: pip install 'penstock[pyg]'"
@@ -31,7 +31,7 @@ def test_without_pyg_the_error_names_the_extra():
 
 def test_tables_do_not_load_pyg():
     script = "import sys, penstock; penstock.unify; print('torch_geometric' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([find_python("torch"), "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
 
 
@@ -50,5 +50,5 @@ def test_rows_are_gathered_by_penstock_also_where_pyg_was_imported_first():
         "torch.index_select(u, 0, torch.tensor([2]))\n"
         "print(u.report().num_gathers)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([find_python("libraries"), "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "1", done.stderr

@@ -3,7 +3,6 @@
 import copy
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from _jobs_cases import JOBS, add_job, have_same_bits, make_data, make_llama, results_of
+from fork_servers import find_python
 from penstock.lora.jobs import Jobs, _checkpoint
 
 pytestmark = pytest.mark.filterwarnings(
@@ -118,7 +118,7 @@ def test_kill_9_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     """Processes are killed at each file that is opened, linked, renamed or removed."""
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "ignore", "-c", KILLED_SAVES),
+            *(find_python("libraries"), "-W", "ignore", "-c", KILLED_SAVES),
             *(tmp_path, Path(__file__).parent),
         ],
         capture_output=True,

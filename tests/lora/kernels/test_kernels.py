@@ -7,12 +7,13 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from fork_servers import find_python
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -30,7 +31,7 @@ def test_values_under_the_interpreter():
     """In a process of its own: what is interpreted is chosen when Triton is imported."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
             str(HERE / "interpreted_kernels.py"),
         ],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -53,7 +54,8 @@ def test_nothing_imports_triton_before_a_gpu_is_used():
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     assert (
-        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+        subprocess.run([find_python("torch"), "-c", code], env=environment, check=False).returncode
+        == 0
     )
 
 

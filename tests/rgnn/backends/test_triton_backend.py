@@ -29,6 +29,7 @@ from _relational import (
     random_tensor,
     results_and_gradients,
 )
+from fork_servers import find_python
 from penstock import rgnn
 from penstock.errors import PenstockError
 from penstock.rgnn import spaces
@@ -47,7 +48,7 @@ def test_values_under_the_interpreter():
     paths = [str(ROOT / "src"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
             str(HERE / "interpreted_triton_backend.py"),
         ],
         env={
@@ -82,7 +83,7 @@ def test_nothing_imports_triton_before_a_gpu_is_used():
         "assert 'penstock.rgnn.backends.triton' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    done = subprocess.run([find_python("torch"), "-c", code], env=environment, check=False)
     assert done.returncode == 0
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fork_servers import find_python
 from penstock.unified import unify
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +29,7 @@ def test_values_under_the_interpreter():
     """In a process of its own: what is interpreted is chosen when Triton is imported."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
             str(HERE / "interpreted_rows.py"),
         ],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -203,5 +203,5 @@ def test_nothing_imports_triton_before_a_gpu_is_used():
         "assert not torch.cuda.is_initialized()"
     )
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent / "src")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    done = subprocess.run([find_python("torch"), "-c", code], env=environment, check=False)
     assert done.returncode == 0

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from fork_servers import find_python
 
 BUDGET_BYTES = 96 * 2**20
 NUM_ROWS, WIDTH = 3 * 2**18, 64  # rows of 256 bytes: twice the budget
@@ -106,7 +107,7 @@ def directory(real_disk: Path, tmp_path_factory) -> Path:
 def train(where: str, directory: Path) -> dict[str, Any]:
     sizes = map(str, (BUDGET_BYTES, NUM_ROWS, WIDTH))
     done = subprocess.run(
-        [sys.executable, "-c", TRAINER, where, str(directory), *sizes],
+        [find_python("torch"), "-c", TRAINER, where, str(directory), *sizes],
         capture_output=True,
         text=True,
     )

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import penstock
+from fork_servers import find_python
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
 from penstock.unified import empty, unify
 from penstock.unified.file import _pool
@@ -85,7 +86,7 @@ for round in range(2):
 print(len(os.listdir("/proc/self/fd")))
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code, str(tmp_path)]
+    command = [find_python("torch"), "-c", code, str(tmp_path)]
     told = subprocess.run(command, env=env, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert _pool.MAX_FILES < int(told.stdout) < 200
@@ -216,7 +217,7 @@ except penstock.errors.StoreError as error:
     print(error)
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    return subprocess.check_output([find_python("torch"), "-c", code], env=env, text=True)
 
 
 def test_what_another_process_writes_meanwhile_is_not_overwritten_in_silence(few, tmp_path):

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from fork_servers import find_python
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError, StoreWriteError
 from penstock.unified import empty, unify
 from penstock.unified.file import _journal
@@ -424,7 +424,7 @@ def test_only_one_process_writes(folder):
         [(RowWriter(layout), ROWS, content_of(layout, 100, 1))]
     )  # the same file, by another object
     script = f"from penstock.unified import unify; unify({layout.path!r})[[0]] = 1.0"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    told = subprocess.run([find_python("torch"), "-c", script], capture_output=True, text=True)
     assert "is being written by another process; only one may write" in told.stderr
     del writer
     write_batch([(RowWriter(layout), ROWS, content_of(layout, 100, 2))])

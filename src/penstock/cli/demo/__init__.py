@@ -93,7 +93,9 @@ class DemoOptions(DemoConfig):
         Literal["auto", "all"], typer.Option(help="What leaves; see penstock run --help.")
     ] = "auto"
     min_bytes: Annotated[str, typer.Option(hidden=True, help=MIN_BYTES_HELP)] = "1MiB"
-    plan_seconds: Annotated[int, hidden_option("Seconds for each plan.")] = 8
+    plan_seconds: Annotated[
+        float, typer.Option(hidden=True, min=0.01, help="Seconds for each plan.")
+    ] = 8.0
 
     @property
     def model(self) -> DemoConfig:

@@ -17,6 +17,8 @@ from torch import nn
 from penstock.compat.fake_tensors import FakeTensor
 from penstock.graph.encoding import dtype_name
 
+_ATOMS = {bool, int, float, str, bytes, type(None)}
+
 
 @contextlib.contextmanager
 def preserve_modules(root: nn.Module, *, only_tensors: bool = False) -> Iterator[None]:
@@ -49,9 +51,11 @@ class ModuleSnapshot:
         """Restore all of it; numbers and containers of numbers only if not `only_tensors`."""
         for module, attributes, *_ in self._modules:
             now = module.__dict__
-            plain = {key: each for key, each in now.items() if _is_plain(each)}
+            plain = {}
+            if only_tensors:
+                plain = {key: each for key, each in now.items() if _is_plain(each)}
             now.clear()
-            now.update(attributes | plain if only_tensors else attributes)
+            now.update(attributes | plain)
         self._restore_registered()
         for container, content in self._containers:
             if not (only_tensors and _is_plain(container)):
@@ -114,6 +118,8 @@ def _are_constant(value: Any, is_constant: Callable[[torch.Tensor], bool]) -> bo
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
     """Yield the tensors of an attribute, and of the containers and objects that it holds."""
+    if type(value) in _ATOMS:  # most attributes are, and the tests below take long
+        return
     if isinstance(value, torch.Tensor):
         yield value
         return

@@ -1,0 +1,92 @@
+"""Programs that behave as `python` does, but have imported the large libraries already.
+
+Importing torch takes two seconds of a processor, Transformers and PEFT six, and the suite starts
+well over a hundred processes that need them. A test that is about what a program does, and not
+about what a fresh interpreter has imported, starts the fixture `torch_python` or
+`transformers_python` in place of `sys.executable`. Penstock itself is imported by each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import spawn
+from pathlib import Path
+
+HERE = Path(__file__).parent
+VARIABLE = "FORK_SERVERS_OF_TESTS"
+LIBRARIES = {
+    "torch": ["numpy", "torch"],
+    "libraries": [
+        *("numpy", "torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"),
+        *("accelerate", "transformers.trainer", "peft", "torch_geometric.loader"),
+    ],
+}
+LONGEST_LINE = 127  # that names an interpreter
+
+
+class ForkServers:
+    """One server for each entry of `LIBRARIES`; each imports when it is asked first.
+
+    Args:
+        libraries: Names of the servers, each with the libraries that it imports.
+    """
+
+    def __init__(self, libraries: dict[str, list[str]] = LIBRARIES) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="penstock-python-"))
+        self.processes: list[subprocess.Popen[str]] = []
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        for name, imported in libraries.items():
+            address = self.directory / f"{name}.socket"
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "_server.py"), str(address), *imported],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                text=True,
+                start_new_session=True,  # an interrupt is for the programs, not for the server
+            )
+            self.processes.append(process)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", "a fork server has not started"
+            write_launcher(self.directory / name, address)
+
+    def close(self) -> None:
+        """End the servers, and what still runs."""
+        for process in self.processes:
+            process.communicate()
+        shutil.rmtree(self.directory)
+
+
+def write_launcher(path: Path, address: Path) -> None:
+    """Write a program that has its process forked by the server at an address."""
+    line = f"#!{sys.executable} -IS"
+    program = (HERE / "_launcher.py").read_text()
+    text = f"{line}\n{program}\n\nmain({str(address)!r}, {sys.executable!r})\n"
+    if len(line) > LONGEST_LINE:
+        text = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
+    path.write_text(text)
+    path.chmod(0o700)
+
+
+@contextlib.contextmanager
+def spawned_by(name: str) -> Iterator[None]:
+    """Let multiprocessing spawn its processes by the program of a server."""
+    python = spawn.get_executable()
+    spawn.set_executable(find_python(name))
+    try:
+        yield
+    finally:
+        spawn.set_executable(python)
+
+
+def find_python(name: str) -> str:
+    """Return the program of a server that runs; `python` itself where none does."""
+    directory = os.environ.get(VARIABLE)
+    path = Path(directory, name) if directory else None
+    return str(path) if path and path.exists() else sys.executable
