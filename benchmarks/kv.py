@@ -1,0 +1,284 @@
+"""Contexts longer than memory: `penstock.kv` against Transformers' own cache.
+
+    python benchmarks/kv.py                          # all parts
+    python benchmarks/kv.py --quick                  # one context
+    python benchmarks/kv.py --part kernel            # the one-token kernel, by `_kv_kernel.py`
+    python benchmarks/kv.py --part decode --contexts 16384 --store /mnt/nvme
+
+Part `decode` fills each arm's cache with the same tokens, in chunks, and then times steps of one
+token; the arms take turns, step by step, in one process. An arm of ours keeps a share of the
+cache's bytes on the device: all of them, a quarter or a sixteenth, with the rest in host memory or
+in a file. Rows have the bytes read a step, the misses times a record, and the ledger's peak.
+Transformers' offloaded cache needs a GPU, and its quantised ones packages of their own: no arms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _kv_kernel
+import penstock
+from _rows import BenchmarkRow, Limit, announce, argument_parser, environment, write_rows
+from penstock.memory import Link, Tier
+
+TOPIC = "kv"
+PARTS = ("decode", "kernel")
+STOCK = "DynamicCache"
+CHUNK = 1024  # tokens of a call while a cache is filled
+FITS_BAR = 0.9  # of DynamicCache's tokens a second, where everything fits
+SPARSE_BAR = 5.0  # times the tokens a second of "all" from the file
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A cache of ours.
+
+    Attributes:
+        selector: As of `penstock.kv.cache`.
+        share: Resident share of the cache's bytes.
+        below: "host" or "file".
+    """
+
+    selector: str
+    share: float
+    below: str
+
+    def __str__(self) -> str:
+        where = "all resident" if self.share >= 1 else f"1/{round(1 / self.share)} resident"
+        return f"penstock, {self.selector}, {where}" + (
+            "" if self.share >= 1 else f", {self.below} below"
+        )
+
+
+ARMS = (
+    Arm("all", 2.0, "host"),
+    Arm("all", 1 / 4, "host"),
+    Arm("all", 1 / 16, "host"),
+    Arm("all", 1 / 4, "file"),
+    Arm("all", 1 / 16, "file"),
+    Arm("window", 1 / 16, "file"),
+    Arm("nosa", 1 / 16, "file"),
+    Arm("accumulated", 1 / 16, "file"),
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 64},
+    "Gemma 3": {"num_key_value_heads": 2, "head_dim": 64, "sliding_window": 512},
+}
+
+
+def make_model(name: str, options: argparse.Namespace) -> Any:
+    """Return a seeded model of few layers."""
+    import transformers
+
+    config_type, model_type = {
+        "Llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "Qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "Gemma 3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    }[name]
+    torch.manual_seed(0)
+    config = config_type(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        max_position_embeddings=max(options.contexts) + 4096,
+        **SHAPES[name],
+    )
+    return model_type(config).eval()
+
+
+def cache_bytes(model: Any, context: int) -> int:
+    """Return the bytes of keys and values of a context in all layers without a window."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // 8
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    lengths = [min(context, window) if "sliding" in kind and window else context for kind in kinds]
+    return sum(lengths) * 2 * config.num_key_value_heads * head_dim * 4
+
+
+class Decoder:
+    """An arm: a cache with a context, and steps of one token."""
+
+    def __init__(self, model: Any, cache: Any, tokens: torch.Tensor) -> None:
+        self._model, self.cache = model, cache
+        start = time.perf_counter()
+        *parts, last = tokens.split(CHUNK, dim=1)
+        for part in parts:
+            model(part, past_key_values=cache, logits_to_keep=1)
+        logits = model(last, past_key_values=cache, logits_to_keep=1).logits
+        self.prefill_seconds = time.perf_counter() - start
+        self._next = logits[:, -1].argmax(-1, keepdim=True)
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+
+    def step(self) -> None:
+        """Decode one token."""
+        start = time.perf_counter()
+        out = self._model(self._next, past_key_values=self.cache)
+        self.seconds.append(time.perf_counter() - start)
+        self._next = out.logits[:, -1].argmax(-1, keepdim=True)
+        self.tokens.append(int(self._next))
+
+
+def decode_rows(
+    name: str, context: int, options: argparse.Namespace, where: Any
+) -> Iterator[BenchmarkRow]:
+    """Yield the rows of a model at one length of context."""
+    from transformers import DynamicCache
+
+    model = make_model(name, options)
+    tokens = torch.randint(3, 1024, (1, context), generator=torch.Generator().manual_seed(1))
+    total = cache_bytes(model, context)
+    case = f"decode: {name} of {options.layers} layers, {context} tokens"
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        decoders = {STOCK: Decoder(model, DynamicCache(config=model.config), tokens)}
+        counts: dict[str, tuple[int, int, int]] = {}
+        for arm in options.arms:
+            budget = int(total * arm.share) + (1 << 20)
+            below = {"store": options.store} if arm.below == "file" else {}
+            cache = penstock.kv.cache(model, device_memory=budget, selector=arm.selector, **below)
+            stack.callback(cache.close)
+            decoders[str(arm)] = Decoder(model, cache, tokens)
+        for number in range(1 + options.steps):
+            if number == 1:  # the first step warms up
+                for key, each in decoders.items():
+                    each.seconds.clear()
+                    counts[key] = read_counts(each.cache)
+            for each in decoders.values():
+                each.step()
+        for arm in (None, *options.arms):
+            key = STOCK if arm is None else str(arm)
+            yield row_of(case, key, arm, decoders, counts[key], total, where)
+
+
+def read_counts(cache: Any) -> tuple[int, int, int]:
+    """Return hits, misses and bytes read of a cache of ours; zeros of another one."""
+    if not hasattr(cache, "pool"):
+        return 0, 0, 0
+    report = cache.report()
+    return report.num_hits, report.num_misses, report.read_bytes
+
+
+def row_of(
+    case: str,
+    key: str,
+    arm: Arm | None,
+    decoders: dict[str, Decoder],
+    before: tuple[int, int, int],
+    total: int,
+    where: Any,
+) -> BenchmarkRow:
+    decoder, stock = decoders[key], decoders[STOCK]
+    steps = len(decoder.seconds)
+    hits, misses, read = (b - a for a, b in zip(before, read_counts(decoder.cache), strict=True))
+    speed = statistics.median(
+        theirs / ours for theirs, ours in zip(stock.seconds, decoder.seconds, strict=True)
+    )
+    extra: dict[str, Any] = {
+        "part": "decode",
+        "tokens_per_second": 1 / statistics.median(decoder.seconds),
+        "prefill_seconds": decoder.prefill_seconds,
+        "speed_to_stock": speed,
+        "cache_bytes": total,
+        "equal_tokens": decoder.tokens == stock.tokens,
+    }
+    limit = measured = None
+    peak: dict[str, int] = {}
+    if arm is not None:
+        pool = decoder.cache.pool
+        layout = pool.layout(pool.layers()[0])
+        extra |= {
+            "hits_per_step": hits / steps,
+            "misses_per_step": misses / steps,
+            "record_bytes": layout.record_bytes,
+            "bytes_per_second": read / sum(decoder.seconds),
+            "budget_bytes": decoder.cache.report().budget_bytes,
+        }
+        peak = {str(Tier.DEVICE): pool.ledger.peak(Tier.DEVICE)}
+        from_file = decoders.get(str(Arm("all", 1 / 16, "file")))
+        if arm.share >= 1:
+            limit, measured = Limit(name=f"{FITS_BAR} x {STOCK}", value=FITS_BAR, unit="1"), speed
+        elif arm.selector != "all" and from_file is not None:
+            measured = statistics.median(
+                slow / fast for slow, fast in zip(from_file.seconds, decoder.seconds, strict=True)
+            )
+            limit = Limit(name=f"{SPARSE_BAR} x all from the file", value=SPARSE_BAR, unit="1")
+    link = Link.FILE_TO_DEVICE if arm is not None and arm.below == "file" else Link.HOST_TO_DEVICE
+    return BenchmarkRow.of(
+        decoder.seconds,
+        topic=TOPIC,
+        case=case,
+        arm=key,
+        moved_bytes={str(link): read // steps} if arm is not None else {},
+        peak_bytes=peak,
+        limit=limit,
+        measured=measured,
+        extra=extra,
+        **where,
+    )
+
+
+def arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--quick", action="store_true", help="one context, one model")
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--contexts", nargs="+", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--store", help="directory of the file tier (default: a temporary one)")
+    _kv_kernel.add_options(parser)
+    options = parser.parse_args()
+    options.arms = ARMS
+    if options.quick:
+        options.models, options.contexts = ["Llama"], [8192]
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    if options.device != "cpu":
+        sys.exit("penstock.kv runs on the CPU so far; use --device cpu")
+    cases = [(name, context) for name in options.models for context in options.contexts]
+    kernels = _kv_kernel.make_cases(options)
+    if options.dry_run:
+        arms = [STOCK, *map(str, options.arms)]
+        named = [f"decode: {name}, {context} tokens" for name, context in cases]
+        if "decode" in options.part:
+            announce((case, arm) for case in named for arm in arms)
+        if "kernel" in options.part:
+            announce((str(case), arm) for case in kernels for arm in case.arms)
+        return
+    where = environment(options.device)
+
+    def write(rows: Iterator[BenchmarkRow]) -> None:
+        for row in rows:
+            print(row, file=sys.stderr, flush=True)
+            write_rows([row], options.out)
+
+    with tempfile.TemporaryDirectory() as directory:
+        options.store = options.store or directory
+        for name, context in cases if "decode" in options.part else ():
+            write(decode_rows(name, context, options, where))
+    if "kernel" in options.part:
+        write(_kv_kernel.kernel_rows(kernels, options.budget_seconds, where))
+
+
+if __name__ == "__main__":
+    main()
