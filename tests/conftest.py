@@ -91,13 +91,6 @@ def real_disk() -> Path:
     return directory
 
 
-@pytest.fixture(params=["torch"])
-def quick_spawn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Processes that multiprocessing spawns have torch, or what a parameter says, imported."""
-    with fork_servers.spawned_by(request.param):
-        yield
-
-
 @pytest.fixture
 def store(real_disk: Path) -> Iterator[Path]:
     """An empty directory on a real disk, for `penstock.offload(store)`; it must end up empty.

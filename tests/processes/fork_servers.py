@@ -8,14 +8,11 @@ about what a fresh interpreter has imported, starts the fixture `torch_python` o
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from multiprocessing import spawn
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -72,17 +69,6 @@ def write_launcher(path: Path, address: Path) -> None:
         text = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
     path.write_text(text)
     path.chmod(0o700)
-
-
-@contextlib.contextmanager
-def spawned_by(name: str) -> Iterator[None]:
-    """Let multiprocessing spawn its processes by the program of a server."""
-    python = spawn.get_executable()
-    spawn.set_executable(find_python(name))
-    try:
-        yield
-    finally:
-        spawn.set_executable(python)
 
 
 def find_python(name: str) -> str:

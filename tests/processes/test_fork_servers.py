@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -148,19 +147,3 @@ def test_signals_reach_the_process(number):
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < deadline, "the process has survived its launcher"
         time.sleep(0.01)
-
-
-def work(numbers):
-    numbers.put(("torch" in sys.modules, os.getpid()))
-
-
-@pytest.mark.usefixtures("quick_spawn")
-def test_processes_are_spawned():
-    context = get_context("spawn")
-    numbers = context.Queue()
-    child = context.Process(target=work, args=(numbers,))
-    child.start()
-    had_torch, number = numbers.get()
-    child.join(60)
-    assert child.exitcode == 0 and had_torch
-    assert number not in (child.pid, os.getpid())  # its launcher's is another

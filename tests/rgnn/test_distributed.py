@@ -44,8 +44,6 @@ def gradients_of_rank(rank: int, graph: rgnn.Graph, directory: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("quick_spawn")
-@pytest.mark.parametrize("quick_spawn", ["libraries"], indirect=True)
 def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path):
     graph = graph_of_size(NUM_NODES, 60)
     torch.multiprocessing.spawn(gradients_of_rank, args=(graph, str(tmp_path)), nprocs=NUM_RANKS)

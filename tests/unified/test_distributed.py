@@ -86,7 +86,6 @@ def train_rank(
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("quick_spawn")
 def test_two_processes_train_as_one_with_the_union_of_their_batches(tmp_path: Path):
     features = torch.randn(NUM_ROWS, 8)
     start = torch.randn(NUM_ROWS, 4)

@@ -52,7 +52,6 @@ def one_rank(rank, port, folder):
     distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("quick_spawn")
 def test_ranks_of_ddp_take_equal_steps_and_weights_give_the_mean_gradient(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

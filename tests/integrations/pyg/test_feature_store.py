@@ -120,8 +120,6 @@ def test_a_whole_file_is_not_read_behind_its_users_back(tmp_path):
         store[None, "x", slice(0, 5)]
 
 
-@pytest.mark.usefixtures("quick_spawn")
-@pytest.mark.parametrize("quick_spawn", ["libraries"], indirect=True)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pyg_loads_features_from_it(num_workers, tmp_path):
     x, edges = torch.randn(30, 4), torch.randint(0, 30, (2, 150))

@@ -71,8 +71,6 @@ def test_batches_have_what_pyg_gives(data, prefetch):
     assert next(iter(by_pyg)).keys() == batches[0].keys()
 
 
-@pytest.mark.usefixtures("quick_spawn")
-@pytest.mark.parametrize("quick_spawn", ["libraries"], indirect=True)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_make_batches_too(data, method):
     loader = NeighborLoader(

@@ -364,7 +364,6 @@ def report_of_worker(path, queue) -> None:
     queue.put(u.report().reads)
 
 
-@pytest.mark.usefixtures("quick_spawn")
 def test_workers_make_no_copy_and_have_that_of_their_parent(path, table):
     """Each of many would have one; the page cache they share."""
     u, index = unify(path), np.arange(0, NUM_ROWS, 3)

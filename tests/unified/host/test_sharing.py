@@ -29,7 +29,6 @@ class Rows(Dataset):
         return self.table[torch.tensor([at])][0], os.getpid()
 
 
-@pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.parametrize("kind", ["memory", "file"])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loader_workers_read_the_same_table(method, kind, tmp_path):
@@ -48,7 +47,6 @@ def add_one(table: UnifiedTensor) -> None:
     table.index_add_(0, torch.arange(len(table)), torch.ones_like(table.cpu()))
 
 
-@pytest.mark.usefixtures("quick_spawn")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_what_a_child_writes_its_parent_sees(method):
     context = torch.multiprocessing.get_context(method)
