@@ -1,7 +1,9 @@
 """Every plan of the planner passes the checker, within its budget, on graphs of all sorts."""
 
 import dataclasses
+import itertools
 import random
+import sys
 import time
 
 import numpy as np
@@ -19,7 +21,7 @@ from penstock.planner.packing._pack import pack
 from penstock.planner.search import _auto, _offsets
 from penstock.planner.search._auto import AutoSearch
 from penstock.planner.search._auto_plan import plan_auto
-from penstock.planner.search._problem import Problem
+from penstock.planner.search._problem import GreedyWeights, Problem
 from penstock.planner.search._sequence import OperatorSequence
 
 FILE_LINKS = [(Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)]
@@ -256,6 +258,36 @@ def test_an_interrupt_gives_the_best_plan_so_far():
     plan = planned(graph, seconds, peak // 2, time_limit=60, progress=interrupt)
     assert time.monotonic() - begin < 30
     check(graph, plan)
+
+
+def test_an_interrupt_between_any_two_lines_of_a_call_of_the_engine_is_one():
+    graph = chain_step(6)
+    problem = Problem(graph, np.ones(len(graph.operators)))
+    order = np.arange(len(graph.operators), dtype=np.int32)
+    weights = GreedyWeights(1.0, 1.0, 1.0, 0.0, 2**20)
+
+    def interrupt_at(number):
+        lines = itertools.count()
+
+        def trace(frame, event, argument):
+            if event == "line" and next(lines) == number:
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    for number in itertools.count():
+        tracer = sys.gettrace()
+        sys.settrace(interrupt_at(number))
+        try:
+            found = problem.greedy_order(order, weights)
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.settrace(tracer)
+        break
+    assert number > 10
+    assert sorted(found) == list(order)
 
 
 def test_an_interrupt_at_the_start_of_a_frozen_search_keeps_the_best_plan(monkeypatch):

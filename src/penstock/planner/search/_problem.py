@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.codegen import load_optional_library, why_nothing_can_be_built
 from penstock.errors import BuildError
@@ -52,36 +52,42 @@ READ, WRITE, CREATE = 0, 1, 2
 PERSISTENT, INPUT, KEPT = 1, 2, 4
 
 
-def _array(dtype: npt.DTypeLike) -> Any:
-    """Return the type of an argument that is a contiguous array of elements of a type, or None."""
-    array = np.ctypeslib.ndpointer(dtype, flags="C_CONTIGUOUS")
+class _ElementsType(NamedTuple):
+    """Type of an argument that is a contiguous array of elements of a type, or None."""
 
-    def from_param(value: np.ndarray | None) -> Any:
-        return None if value is None else array.from_param(value)
+    dtype: np.dtype
 
-    return type("Array", (), {"from_param": staticmethod(from_param)})
+    def address(self, array: np.ndarray | None) -> int | None:
+        """Return where the elements are."""
+        if array is None:
+            return None
+        if array.dtype != self.dtype or not array.flags.c_contiguous:
+            raise TypeError(f"expected a contiguous array of {self.dtype}; got {array.dtype}")
+        return array.ctypes.data
 
 
-def engine() -> ctypes.CDLL:
-    """Return the engine.
+def engine() -> SimpleNamespace:
+    """Return the functions of the engine.
 
     Raises:
         BuildError: There is no compiler.
     """
-    library = load_engine()
-    if library is None:
+    functions = load_engine()
+    if functions is None:
         raise BuildError(f"nothing can be searched without C++: {why_nothing_can_be_built()}")
-    return library
+    return functions
 
 
 @functools.cache
-def load_engine() -> ctypes.CDLL | None:
-    """Return the engine, or None where there is no compiler."""
+def load_engine() -> SimpleNamespace | None:
+    """Return the functions of the engine, or None where there is no compiler."""
     pointer, i32, i64, f64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
-    i32s, i64s, f64s, bools = map(_array, (np.int32, np.int64, np.float64, np.uint8))
-    intervals, parts = _array(INTERVAL), _array(PART)
+    i32s, i64s, f64s, bools, intervals, parts = (
+        _ElementsType(np.dtype(kind))
+        for kind in (np.int32, np.int64, np.float64, np.uint8, INTERVAL, PART)
+    )
     replay = [pointer, bools, bools, f64s, i32, i32s, i32s, f64s]
-    functions = {
+    functions: dict[str, tuple[Any, list[Any]]] = {
         "problem_new": (
             pointer,
             [i32, i32, f64s, i64s, bools, i32s, i32s, bools, i32s, i32s, i32s, i32s, i32s],
@@ -108,14 +114,39 @@ def load_engine() -> ctypes.CDLL | None:
         "expander_read": (None, [pointer, i32s]),
     }
     sources = [Path(__file__).with_name(name) for name in _SOURCES]
-    return load_optional_library(
+    library = load_optional_library(
         "planner_engine",
         sources,
         flags=("-O3",),
-        functions=functions,
+        functions={
+            name: (result, [pointer if isinstance(kind, _ElementsType) else kind for kind in kinds])
+            for name, (result, kinds) in functions.items()
+        },
         work="plans are made",
         otherwise="by paging, without a search",
     )
+    if library is None:
+        return None
+    calls = {name: _take_arrays(getattr(library, name), functions[name][1]) for name in functions}
+    return SimpleNamespace(**calls)
+
+
+def _take_arrays(function: Callable[..., Any], kinds: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function that takes arrays where a C function takes their addresses.
+
+    They are converted before ctypes converts arguments, since it makes an ArgumentError of every
+    exception in a conversion: also of the KeyboardInterrupt at which a search ends early.
+    """
+
+    def call(*arguments: Any) -> Any:
+        return function(
+            *(
+                kind.address(argument) if isinstance(kind, _ElementsType) else argument
+                for kind, argument in zip(kinds, arguments, strict=True)
+            )
+        )
+
+    return call
 
 
 class GreedyWeights(NamedTuple):
