@@ -137,6 +137,16 @@ def test_uses_of_the_mask():
             mask[:, :, :2]
         with pytest.raises(AttributeError, match="'to'"):
             mask.to(torch.float32)
+        uses = (
+            lambda: torch.zeros(1, 1, 4, 4) + mask,
+            lambda: torch.where(mask, 0.0, 1.0),
+            lambda: 1.0 - mask,
+            lambda: ~mask,
+            lambda: mask == 0,
+        )
+        for use in uses:
+            with pytest.raises(PenstockError, match="computes with"):
+                use()
 
 
 def test_a_closed_cache():

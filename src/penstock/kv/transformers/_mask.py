@@ -45,11 +45,23 @@ class RangeMask:
             "the mask to Transformers' attention interface as it is"
         )
 
-    def __getitem__(self, index: object) -> Any:
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse: the numbers are not in this object."""
         raise PenstockError(
-            f"the model cuts the attention mask of penstock.kv.cache ({index}); it must hand the "
-            "mask to Transformers' attention interface as it is"
+            f"the model computes with the attention mask of penstock.kv.cache ({func.__name__}); "
+            "it must hand the mask to Transformers' attention interface as it is; use another cache"
         )
+
+    def _refuse_operator(self, *_: object) -> Any:
+        raise PenstockError(
+            "the model cuts the attention mask of penstock.kv.cache or computes with it; it must "
+            "hand the mask to Transformers' attention interface as it is; use another cache"
+        )
+
+    __getitem__ = __invert__ = __eq__ = __ne__ = _refuse_operator  # pyright: ignore[reportAssignmentType]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_operator
+    __hash__ = object.__hash__
 
     def in_memory(self) -> torch.Tensor | None:
         """Return the mask as a bool tensor `(1 or B, 1, n, keys)`; None where all is visible."""
