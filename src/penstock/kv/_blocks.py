@@ -85,7 +85,7 @@ class BlockWrites:
         num_resident = min(len(pages), self._device.room(layout) // layout.num_heads)
         try:
             self._store_resident(layout, pages[:num_resident], blocks)
-            self._store_below(layer, layout, pages[num_resident:], blocks[num_resident:])
+            self.store_below(layer, layout, pages[num_resident:], blocks[num_resident:])
         except BaseException:
             self.free(layout, pages)
             raise
@@ -116,13 +116,17 @@ class BlockWrites:
                 _fill(layout, record, some_keys[head], some_values[head])
                 copy_bytes(places[number], record.data_ptr(), layout.record_bytes)
 
-    def _store_below(
+    def store_below(
         self,
         layer: int,
         layout: BlockLayout,
         pages: np.ndarray,
         blocks: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
+        """Store pages in host memory, or start to write them to the file.
+
+        Keys and values of `blocks` are `(H, T, dim)`.
+        """
         at = 0
         while at < len(pages):
             view = self._lower.host_view(int(pages[at]), layout)

@@ -69,6 +69,7 @@ class PageTable:
         segment: Segment of the file, -1 where it is not there; int32.
         place: Place in the segment; int32.
         layer: Layer that it belongs to; int32.
+        inputs: Page of the inputs from which it can be computed again, -1 for none; int64.
     """
 
     def __init__(self) -> None:
@@ -78,6 +79,7 @@ class PageTable:
         self.segment = np.zeros(0, dtype=np.int32)
         self.place = np.zeros(0, dtype=np.int32)
         self.layer = np.zeros(0, dtype=np.int32)
+        self.inputs = np.zeros(0, dtype=np.int64)
         self._free: list[int] = []
 
     @property
@@ -91,14 +93,14 @@ class PageTable:
         if missing > 0:
             old = len(self.references)
             more = max(missing, old, 256)
-            for name in ("references", "host", "host_slot", "segment", "place", "layer"):
+            for name in ("references", "host", "host_slot", "segment", "place", "layer", "inputs"):
                 values = getattr(self, name)
                 setattr(self, name, np.concatenate([values, np.zeros(more, values.dtype)]))
             self._free.extend(range(old + more - 1, old - 1, -1))
         pages = np.array([self._free.pop() for _ in range(num_pages)], dtype=np.int64)
         self.references[pages] = 1
         self.host[pages] = 0
-        self.segment[pages] = -1
+        self.segment[pages] = self.inputs[pages] = -1
         self.layer[pages] = layer
         return pages
 

@@ -15,6 +15,7 @@ import torch
 from penstock.errors import InfeasibleError, PenstockError
 from penstock.kv._blocks import BlockReads, BlockWrites, LayerBlocks
 from penstock.kv._device import DeviceTier
+from penstock.kv._inputs import InputPages, Recompute
 from penstock.kv._layout import BlockLayout
 from penstock.kv._lower import PageTable, PageTiers
 from penstock.kv._report import PoolReport
@@ -49,6 +50,10 @@ class BlockPool:
             refused at the first `append`.
         selector: Blocks that steps of few tokens read, as of `penstock.kv.cache`.
         selected_layers: Layers that the selector is asked for; None: all.
+        recompute: Function `(layer, inputs) -> (keys, values)` that computes blocks again, of
+            inputs `(k, T, width)` keys `(k, H, T, key_dim)` and values. With it `append` takes
+            inputs, which are kept below, and blocks that are missing are computed where that is
+            faster than to read them from the file. None: they are always read.
 
     Raises:
         ValueError, TypeError: A size is none, or the device is not the CPU.
@@ -66,6 +71,7 @@ class BlockPool:
         num_layers: int = 1,
         selector: object = "all",
         selected_layers: Collection[int] | None = None,
+        recompute: Recompute | None = None,
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ValueError(f"device must be 'cpu', the only one that is supported; got {device}")
@@ -89,6 +95,11 @@ class BlockPool:
         )
         self._reads = BlockReads(self._pages, self._device, self._lower, self.ledger)
         self._writes = BlockWrites(self._pages, self._device, self._lower)
+        self._inputs = None
+        if recompute is not None:
+            self._inputs = InputPages(
+                self._pages, self._device, self._lower, self.ledger, recompute
+            )
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -122,7 +133,13 @@ class BlockPool:
         return self._layers[layer].num_blocks if layer in self._layers else 0
 
     def append(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, *, keep_from: int = 0
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        keep_from: int = 0,
+        inputs: torch.Tensor | None = None,
     ) -> None:
         """Add tokens to a layer.
 
@@ -131,6 +148,8 @@ class BlockPool:
             keys: `(B, H, n, key_dim)` in float32, float16 or bfloat16.
             values: `(B, H, n, value_dim)` of the same dtype.
             keep_from: Blocks that end before this token are not kept.
+            inputs: `(B, n, width)`, of which `recompute` of the pool makes these keys and values;
+                None: these tokens are always read.
 
         Raises:
             ValueError, TypeError: Shapes or dtypes do not fit those of earlier calls.
@@ -140,8 +159,16 @@ class BlockPool:
         """
         self.check_usable()
         state = self._layer_for(layer, keys, values)
+        if inputs is not None and (self._inputs is None or inputs.shape[:2] != keys.shape[::2]):
+            raise ValueError(
+                f"inputs must be (B, n, width) with the (B, n) of keys, {tuple(keys.shape[::2])}, "
+                f"of a pool with recompute=; got {tuple(inputs.shape)}"
+            )
+        num_before = state.num_tokens
         try:
             self._append(layer, state, keys, values, keep_from)
+            if inputs is not None and self._inputs is not None:
+                self._inputs.append(layer, state.layout, state.table, inputs, num_before)
         except BaseException as error:
             self._failure = error
             raise
@@ -181,6 +208,8 @@ class BlockPool:
             state = self._layers.get(layer)
             if state is not None:
                 self._reorder(state, chosen)
+                if self._inputs is not None:
+                    self._inputs.reorder(layer, chosen)
         self._tell_selector("reorder", layers, index)
 
     def repeat(self, repeats: int, layers: list[int] | None = None) -> None:
@@ -215,6 +244,8 @@ class BlockPool:
             if state is not None:
                 self._release(state.layout, state.table)
                 self.ledger.add(Tier.DEVICE, -state.tail_bytes)
+                if self._inputs is not None:
+                    self._inputs.reset(layer)
         self._tell_selector("crop", layers, 0)
         if not self._layers:
             self._device.set_selector_bytes(int(getattr(self._selector, "nbytes", 0)))
@@ -260,7 +291,8 @@ class BlockPool:
             budget_bytes=self._device.budget_bytes,
             device_bytes=self.ledger.resident(Tier.DEVICE),
             peak_device_bytes=self.ledger.peak(Tier.DEVICE),
-            tail_bytes=sum(state.tail_bytes for state in self._layers.values()),
+            tail_bytes=sum(state.tail_bytes for state in self._layers.values())
+            + (0 if self._inputs is None else self._inputs.tail_bytes),
             host_bytes=self.ledger.resident(Tier.HOST),
             file_bytes=self.ledger.resident(Tier.FILE),
             num_hits=self._reads.num_hits,
@@ -395,6 +427,8 @@ class BlockPool:
 
     def _crop(self, layer: int, state: LayerBlocks, num_tokens: int) -> None:
         num_blocks, num_tail = divmod(num_tokens, self.block_tokens)
+        if self._inputs is not None:
+            self._inputs.crop(layer, num_tokens, state.num_tokens)
         if num_blocks < state.num_blocks:
             if num_tail:
                 self._load_tail(layer, state, num_blocks)
@@ -437,4 +471,6 @@ class BlockPool:
         np.subtract.at(self._pages.references, pages, 1)
         dead = np.unique(pages[self._pages.references[pages] == 0])
         if len(dead):
+            if self._inputs is not None:
+                self._inputs.free(dead)
             self._writes.free(layout, dead)

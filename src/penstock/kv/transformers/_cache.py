@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.errors import PenstockError
 from penstock.kv._pool import BlockPool
 from penstock.kv._report import PoolReport
 from penstock.kv.transformers._attention import attend_interface
+from penstock.kv.transformers._inputs import AttentionInputs
 from penstock.kv.transformers._layer import PooledLayer
 from penstock.kv.transformers._mask import make_range_mask
 from penstock.memory import FileStore
@@ -129,6 +131,7 @@ def cache(
     store: FileStore | str | None = None,
     selector: object = "all",
     block_tokens: int = 64,
+    keep_inputs: bool = False,
 ) -> PooledCache | PooledEncoderDecoderCache:
     """Make a cache for `model.generate(..., past_key_values=cache)` that is larger than memory.
 
@@ -152,6 +155,9 @@ def cache(
             `"window"`, `"nosa"` or `"accumulated"` (a sixteenth of the blocks), or a selector, or a
             function `(query, layer, pool) -> blocks`.
         block_tokens: Tokens of a block.
+        keep_inputs: Whether the inputs of layers without a window are stored as well, so that
+            missing blocks are computed from them where that is faster than to read them from the
+            file. Keys that are computed again may differ in the last bits.
 
     Returns:
         A cache of Transformers; for an encoder-decoder model, one of both attentions.
@@ -172,6 +178,18 @@ def cache(
             "does not support; use another cache"
         )
     is_pair = bool(model.config.is_encoder_decoder)
+    modules = _find_attention(model)
+    if is_pair and keep_inputs:
+        raise PenstockError(
+            f"keep_inputs=True: {type(model).__name__} is an encoder-decoder model, whose inputs are "
+            "not kept; leave it out"
+        )
+    names = {i: f"{name} ({type(module).__name__})" for i, (name, module) in modules.items()}
+    inputs = {
+        i: AttentionInputs(modules[i][1], names[i])
+        for i, kind in enumerate(kinds)
+        if keep_inputs and kind in _FULL and i in modules
+    }
     pool = BlockPool(
         device_memory=device_memory,
         host_memory=host_memory,
@@ -180,18 +198,21 @@ def cache(
         num_layers=(1 + is_pair) * sum(kind != "dummy" for kind in kinds),
         selector=selector,
         selected_layers=[i for i, kind in enumerate(kinds) if kind in _FULL],
+        recompute=(lambda layer, given: inputs[layer].compute(given)) if keep_inputs else None,
     )
-    names = _names_of_attention(model)
     own = PooledCache(
         [
             DummyLayer()
             if kind == "dummy"
-            else PooledLayer(pool, i, names.get(i, f"layer {i}"), some.get("sliding_window"))
+            else PooledLayer(
+                pool, i, names.get(i, f"layer {i}"), some.get("sliding_window"), inputs.get(i)
+            )
             for i, (kind, some) in enumerate(zip(kinds, settings, strict=True))
         ],
         pool,
     )
-    own._release = weakref.finalize(own, _restore, weakref.ref(model))
+    hooks = [hook for each in inputs.values() for hook in each.hooks]
+    own._release = weakref.finalize(own, _restore, weakref.ref(model), hooks)
     _install(model)
     if not is_pair:
         return own
@@ -234,7 +255,11 @@ def _install(model: PreTrainedModel) -> None:
     installation.num_caches += 1
 
 
-def _restore(reference: weakref.ref[PreTrainedModel]) -> None:
+def _restore(
+    reference: weakref.ref[PreTrainedModel], hooks: Sequence[torch.utils.hooks.RemovableHandle]
+) -> None:
+    for hook in hooks:
+        hook.remove()
     model = reference()
     installation = None if model is None else _installations.get(model)
     if installation is None:
@@ -262,11 +287,11 @@ def _check_model(model: object) -> None:
         )
 
 
-def _names_of_attention(model: PreTrainedModel) -> dict[int, str]:
-    """Return the module of each layer's attention, by name and class."""
-    names: dict[int, str] = {}
+def _find_attention(model: PreTrainedModel) -> dict[int, tuple[str, torch.nn.Module]]:
+    """Return the name and the module of each layer's attention."""
+    found: dict[int, tuple[str, torch.nn.Module]] = {}
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and "attention" in type(module).__name__.lower():
-            names.setdefault(index, f"{name} ({type(module).__name__})")
-    return names
+            found.setdefault(index, (name, module))
+    return found

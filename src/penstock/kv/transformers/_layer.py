@@ -15,6 +15,7 @@ from penstock.compat.attention import leaves, make_shape_only
 from penstock.errors import PenstockError
 from penstock.kv._attend import FEW_TOKENS
 from penstock.kv._pool import BlockPool
+from penstock.kv.transformers._inputs import AttentionInputs
 
 
 class KeysPlaceholder(torch.Tensor):
@@ -67,13 +68,19 @@ class PooledLayer(CacheLayerMixin):
         index: Number of the layer in it.
         name: Name of the model's module, for errors.
         sliding_window: Tokens that the layer looks back, its own included; None: all.
+        inputs: Inputs of the module, which the pool keeps as well; None: it does not.
     """
 
     is_croppable = True
     supports_early_init = False
 
     def __init__(
-        self, pool: BlockPool, index: int, name: str, sliding_window: int | None = None
+        self,
+        pool: BlockPool,
+        index: int,
+        name: str,
+        sliding_window: int | None = None,
+        inputs: AttentionInputs | None = None,
     ) -> None:
         self.pool = pool
         self.index = index
@@ -83,6 +90,8 @@ class PooledLayer(CacheLayerMixin):
         self.record_past = False
         # Keys and values of a long call, until its attention has used them as they are.
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._inputs = inputs
+        self._pending_inputs: torch.Tensor | None = None
 
     @property
     def is_initialized(self) -> bool:
@@ -136,6 +145,8 @@ class PooledLayer(CacheLayerMixin):
         kv_length, start = self.get_mask_sizes(num_tokens)
         if self.is_sliding and not self.record_past:
             self.pool.drop_before(self.index, start)
+        if self._inputs is not None:
+            self._pending_inputs = self._inputs.take(key_states, value_states)
         self._pending = key_states, value_states
         shown = self._placeholders(kv_length, start)
         if num_tokens <= FEW_TOKENS:
@@ -145,13 +156,14 @@ class PooledLayer(CacheLayerMixin):
     def flush(self) -> None:
         """Move keys and values of the last call to the pool, where they are not there yet."""
         pending, self._pending = self._pending, None
+        inputs, self._pending_inputs = self._pending_inputs, None
         if pending is None:
             return
         keep_from = 0
         if self.sliding_window is not None and not self.record_past:
             end = self.pool.length(self.index) + pending[0].shape[2]
             keep_from = max(0, end - self.sliding_window + 1)
-        self.pool.append(self.index, *pending, keep_from=keep_from)
+        self.pool.append(self.index, *pending, keep_from=keep_from, inputs=inputs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next call's mask covers, and the token of the first."""
@@ -203,7 +215,7 @@ class PooledLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._pending = None
+        self._pending = self._pending_inputs = None
         self.pool.reset([self.index])
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
