@@ -13,15 +13,17 @@ import numpy as np
 import torch
 
 from penstock.errors import InfeasibleError, PenstockError
-from penstock.kv._blocks import BlockReads, BlockWrites, LayerBlocks
+from penstock.kv._blocks import BlockWrites, LayerBlocks
 from penstock.kv._device import DeviceTier
+from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
 from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._reads import BlockReads
 from penstock.kv._report import PoolReport
+from penstock.kv._resident import ResidentLayer
 from penstock.kv._selector import name_of, resolve_selector
 from penstock.memory import FileStore, Ledger, Link, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
-from penstock.memory.raw_memory import copy_bytes
 from penstock.units import format_bytes, parse_bytes
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -78,6 +80,7 @@ class BlockPool:
         self._num_layers = num_layers
         self._alignment_bytes = 64 if store is None else DIRECT_IO_BYTES
         self._layers: dict[int, LayerBlocks] = {}
+        self._resident: dict[int, ResidentLayer] = {}
         self._pages = PageTable()
         budget_bytes = parse_bytes(device_memory, name="device_memory")
         host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
@@ -234,24 +237,51 @@ class BlockPool:
         layout = state.layout
         shape = (*blocks.shape, layout.record_items)
         records = torch.zeros(shape, dtype=layout.dtype)
-        flat = records.view(-1, layout.record_items)
         b, h, c = np.nonzero(blocks.numpy() >= 0)
         places = np.ravel_multi_index((b, h, c), blocks.shape)
         pages = state.table[b, blocks.numpy()[b, h, c]]
-        for items, addresses in self.stream(layer, pages, h):
-            for item, address in zip(items.tolist(), addresses.tolist(), strict=True):
-                copy_bytes(flat[places[item]].data_ptr(), address, layout.record_bytes)
+        self._copy_records(layer, pages, h, records, places)
         return layout.split(records)[0]
 
     def stream(
-        self, layer: int, pages: np.ndarray, heads: np.ndarray
+        self, layer: int, pages: np.ndarray, heads: np.ndarray, *, is_repeated: bool = False
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield records of a layer in groups, as `BlockReads.stream` does."""
-        return self._reads.stream(self._layers[layer].layout, pages, heads)
+        """Yield records of a layer in groups, as `BlockReads.stream` does.
+
+        `is_repeated` says that the next step is expected to read the same records of the layer.
+        """
+        repeated = layer if is_repeated else None
+        return self._reads.stream(self._layers[layer].layout, pages, heads, layer=repeated)
+
+    @property
+    def is_moving(self) -> bool:
+        """True while threads move bytes from or to the file."""
+        return self._device.is_moving
+
+    def find_resident(self, layer: int) -> ResidentLayer | None:
+        """Return all records of a layer and its tail for a step, which counts as reading them.
+
+        Returns:
+            None where a block was dropped, or a record is not resident.
+        """
+        state, version = self._layers[layer], self._device.version
+        found = self._resident.get(layer)
+        if found is None or not found.is_of(state, version):
+            H = state.layout.num_heads
+            records = state.table[:, None, :] * H + np.arange(H)[:, None]
+            addresses = np.zeros(records.shape, dtype=np.int64)
+            if records.size and state.table.min() >= 0:
+                addresses = self._device.find(state.layout, records.ravel()).reshape(records.shape)
+            found = ResidentLayer.make(state, version, records, addresses)
+            self._resident[layer] = found
+        if found.addresses is None:
+            return None
+        self._reads.count_hits(state.layout, found.records)
+        return found
 
     def report(self) -> PoolReport:
         """Return bytes per tier and counts so far."""
-        moved = self.ledger.moved
+        moved, unused_bytes = self.ledger.moved, self._reads.unused_bytes
         return PoolReport(
             selector=name_of(self._selector),
             num_layers=len(self._layers),
@@ -265,7 +295,8 @@ class BlockPool:
             file_bytes=self.ledger.resident(Tier.FILE),
             num_hits=self._reads.num_hits,
             num_misses=self._reads.num_misses,
-            read_bytes=moved(Link.HOST_TO_DEVICE) + moved(Link.FILE_TO_DEVICE),
+            read_bytes=moved(Link.HOST_TO_DEVICE) + moved(Link.FILE_TO_DEVICE) - unused_bytes,
+            unused_bytes=unused_bytes,
             written_bytes=moved(Link.DEVICE_TO_HOST) + moved(Link.DEVICE_TO_FILE),
             stall_seconds=self.ledger.stall_seconds,
         )
@@ -335,6 +366,7 @@ class BlockPool:
                 proved=True,
             )
         if self._lower.has_file:
+            self._reads.drop_ahead()
             self._device.make_staging(layout)
         tail = torch.zeros((batch_size, layout.num_heads, layout.record_items), dtype=layout.dtype)
         state = LayerBlocks(layout, np.zeros((batch_size, 0), dtype=np.int64), tail)
@@ -412,10 +444,21 @@ class BlockPool:
             )
         heads = state.layout.num_heads
         pages = column.repeat(heads)
-        flat = state.tail.view(-1, state.layout.record_items)
-        for items, addresses in self.stream(layer, pages, np.arange(len(pages)) % heads):
-            for item, address in zip(items.tolist(), addresses.tolist(), strict=True):
-                copy_bytes(flat[item].data_ptr(), address, state.layout.record_bytes)
+        numbers = np.arange(len(pages))
+        self._copy_records(layer, pages, numbers % heads, state.tail, numbers)
+
+    def _copy_records(
+        self,
+        layer: int,
+        pages: np.ndarray,
+        heads: np.ndarray,
+        to: torch.Tensor,
+        places: np.ndarray,
+    ) -> None:
+        """Copy records to places of `to`, numbers of records in it."""
+        num_bytes = self._layers[layer].layout.record_bytes
+        for items, addresses in self.stream(layer, pages, heads):
+            copy_pieces(to.data_ptr() + places[items] * num_bytes, addresses, num_bytes)
 
     def _reorder(self, state: LayerBlocks, chosen: np.ndarray) -> None:
         if len(chosen) and not (chosen.min() >= 0 and chosen.max() < state.batch_size):
@@ -437,4 +480,5 @@ class BlockPool:
         np.subtract.at(self._pages.references, pages, 1)
         dead = np.unique(pages[self._pages.references[pages] == 0])
         if len(dead):
+            self._reads.release(dead)
             self._writes.free(layout, dead)
