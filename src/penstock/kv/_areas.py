@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.memory.pages import map_anonymous
+from penstock.memory.pages import HUGE_PAGE_BYTES, advise_huge_pages, map_anonymous
 from penstock.memory.raw_memory import address_of
 
 _SLAB_BYTES = 64 * 2**20
@@ -18,16 +18,24 @@ _SLAB_BYTES = 64 * 2**20
 class Area:
     """A page-aligned mapping, which lives as long as a tensor of it does.
 
+    One that has room for a huge page begins where one can, and asks for them. Pages become resident
+    as they are written, so memory that is filled from its beginning occupies at most one more huge
+    page than was written.
+
     Attributes:
         address: Where it begins.
         num_bytes: Its length.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        mapping = map_anonymous(num_bytes, private=True)
-        self.address = address_of(mapping)
+        spare = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
+        mapping = map_anonymous(num_bytes + spare, private=True)
+        start = address_of(mapping)
+        skipped = -start % HUGE_PAGE_BYTES if spare else 0
+        self.address = start + skipped
         self.num_bytes = num_bytes
-        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)[skipped:]
+        advise_huge_pages(self.address, num_bytes)
 
     def view(self, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Return `num_bytes` bytes from `offset` on as a flat tensor."""

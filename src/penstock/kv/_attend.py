@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from penstock.kv._blocks import LayerBlocks
-from penstock.kv._kernel import attend_records
+from penstock.kv._kernel import RecordAttention, copy_pieces
+from penstock.kv._layout import BlockLayout
 from penstock.kv._partial import ScoreRule, attend, merge, nothing
 from penstock.kv._pool import BlockPool
 from penstock.kv._visibility import Visibility
-from penstock.memory.raw_memory import copy_bytes
 
 FEW_TOKENS = 16
 """The most queries of a step that reads records where they lie."""
@@ -61,13 +61,13 @@ def attend_pool(
     """
     pool.check_usable()
     if fresh is None and query.shape[2] <= FEW_TOKENS:
-        parts = _attend_few(pool, layer, query, rule, visibility, first_token)
+        part = _attend_few(pool, layer, query, rule, visibility, first_token)
     else:
-        parts = _attend_many(pool, layer, query, rule, visibility, first_token, fresh)
-    if not parts:
+        part = _attend_many(pool, layer, query, rule, visibility, first_token, fresh)
+    if part is None:
         value_dim = pool.layout(layer).value_dim if fresh is None else fresh[1].shape[3]
-        return nothing(query, value_dim)[0].to(query.dtype)
-    return merge(parts)[0].to(query.dtype)
+        part = nothing(query, value_dim)
+    return part[0].to(query.dtype)
 
 
 def _attend_few(
@@ -77,27 +77,42 @@ def _attend_few(
     rule: ScoreRule,
     visibility: Visibility,
     first_token: int,
-) -> list[_Part]:
+) -> _Part | None:
     state = pool.blocks(layer)
     selector: Any = pool.selector_of(layer)
     # A user's selector may have `note` or not, behind one that always has.
     is_noted = bool(getattr(selector, "has_note", hasattr(selector, "note")))
     step = _Step(state, query, rule, visibility, first_token, is_noted)
     chosen = None if selector is None else selector.select(query, layer, pool)
+    if chosen is None and not is_noted and step.sees_all:
+        resident = pool.find_resident(layer)
+        if resident is not None and resident.addresses is not None:
+            step.attention.add(resident.addresses, resident.counts, bias=step.all_bias())
+            return step.result
     is_read = step.find_read(chosen)
     c, b, h = np.nonzero(is_read.transpose(2, 0, 1))  # block after block
     pages = state.table[b, c + step.first_block]
-    for items, addresses in pool.stream(layer, pages, h):
-        step.attend(b[items], h[items], c[items], addresses)
-    if not step.parts:
+    is_repeated = selector is None and first_token == 0
+    for items, addresses in pool.stream(layer, pages, h, is_repeated=is_repeated):
+        # Threads that read need a core: one is enough for attention to what comes from a file.
+        num_threads = 1 if pool.is_moving else None
+        step.attend(b[items], h[items], c[items], addresses, num_threads)
+    if not step.has_tail and state.num_tail:
         step.attend(*np.zeros((4, 0), dtype=np.int64))
     if selector is not None and is_noted and is_read.any():
         selector.note(layer, *step.shares(is_read))
-    return step.parts
+    return step.result
 
 
 class _Step:
-    """One step of few tokens, over columns: a column is a block number, from `first_block` on."""
+    """One step of few tokens, over columns: a column is a block number, from `first_block` on.
+
+    Attributes:
+        attention: The result so far.
+        first_block: Number of the first column.
+        has_tail: Whether the tail was attended to.
+        sees_all: Whether all tokens are seen by all queries.
+    """
 
     def __init__(
         self,
@@ -108,17 +123,21 @@ class _Step:
         first_token: int,
         is_noted: bool,
     ) -> None:
-        self.parts: list[_Part] = []
-        self.is_noted = is_noted
-        self._state = state
-        self._query = query
-        self._rule = rule
+        layout = state.layout
+        T = layout.block_tokens
+        self._state, self._is_noted = state, is_noted
+        self._shape = (state.batch_size, layout.num_heads)
+        self._query_shape = query.shape[:3]
+        self.attention = RecordAttention(
+            query.detach(), layout.dtype, T, layout.value_dim, rule.scale, rule.softcap
+        )
+        self.has_tail = False
         self._block_lse: list[tuple[int, torch.Tensor]] = []  # with the first column
-        T = state.layout.block_tokens
         self.first_block = first_token // T
         self._num_columns = state.num_blocks - self.first_block
         start = self.first_block * T
         seen = visibility.of_call(query.shape[2], start, state.num_tokens)
+        self.sees_all = seen is None and first_token == 0
         bias = rule.bias
         if first_token > start:
             shape = (1, 1, 1, state.num_tokens - start)
@@ -136,6 +155,16 @@ class _Step:
         self._seen = None if seen is None else self._by_column(seen)
         self._bias = None if bias is None else self._by_column(bias)
 
+    @property
+    def result(self) -> _Part | None:
+        """The result, and its log-sum-exp; None where nothing was attended to."""
+        attention = self.attention
+        return (attention.out, attention.lse) if attention.has_parts else None
+
+    def all_bias(self) -> torch.Tensor | None:
+        """Return the bias of all columns and the tail."""
+        return self._some(self._bias, 0, self._num_columns, with_tail=True)
+
     def _by_column(self, tensor: torch.Tensor) -> torch.Tensor:
         T = self._state.layout.block_tokens
         missing = (self._num_columns + 1) * T - tensor.shape[-1]
@@ -143,7 +172,7 @@ class _Step:
 
     def find_read(self, chosen: torch.Tensor | None) -> np.ndarray:
         """Return which columns are read for each sequence and head, bool `(B, H, columns)`."""
-        B, H = self._state.batch_size, self._state.layout.num_heads
+        B, H = self._shape
         num_blocks = self._state.num_blocks
         if chosen is None:
             is_read = np.ones((B, H, self._num_columns), dtype=bool)
@@ -162,14 +191,19 @@ class _Step:
             is_read &= self._seen[..., :-1, :].any(-1).any(2).numpy()
         return is_read
 
-    def attend(self, b: np.ndarray, h: np.ndarray, c: np.ndarray, addresses: np.ndarray) -> None:
+    def attend(
+        self,
+        b: np.ndarray,
+        h: np.ndarray,
+        c: np.ndarray,
+        addresses: np.ndarray,
+        num_threads: int | None = None,
+    ) -> None:
         """Add the part of some records; the tail belongs to the first part."""
         state, layout = self._state, self._state.layout
         first, last = (int(c.min()), int(c.max()) + 1) if len(c) else (0, 0)
-        columns = list(range(first, last))
-        with_tail = not self.parts and state.num_tail > 0
-        columns += [self._num_columns] if with_tail else []
-        shape = (state.batch_size, layout.num_heads, len(columns))
+        with_tail = not self.has_tail and state.num_tail > 0
+        shape = (*self._shape, last - first + with_tail)
         table, counts = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int32)
         table[b, h, c - first] = addresses
         counts[b, h, c - first] = layout.block_tokens
@@ -177,36 +211,35 @@ class _Step:
             places = np.arange(shape[0] * shape[1], dtype=np.int64) * layout.record_bytes
             table[:, :, -1] = (state.tail.data_ptr() + places).reshape(shape[:2])
             counts[:, :, -1] = state.num_tail
-        if not columns:
-            return
-        out, lse, block_lse = attend_records(
-            self._query,
+            self.has_tail = True
+        block_lse = self.attention.add(
             torch.from_numpy(table),
             torch.from_numpy(counts),
-            block_tokens=layout.block_tokens,
-            value_dim=layout.value_dim,
-            scale=self._rule.scale,
-            softcap=self._rule.softcap,
-            visible=self._some(self._seen, columns),
-            bias=self._some(self._bias, columns),
-            dtype=layout.dtype,
-            with_block_lse=self.is_noted,
+            self._some(self._seen, first, last, with_tail=with_tail),
+            self._some(self._bias, first, last, with_tail=with_tail),
+            with_block_lse=self._is_noted,
+            num_threads=num_threads,
         )
-        self.parts.append((out, lse))
         if block_lse is not None:
             self._block_lse.append((first, block_lse[..., : last - first]))
 
-    def _some(self, tensor: torch.Tensor | None, columns: list[int]) -> torch.Tensor | None:
+    def _some(
+        self, tensor: torch.Tensor | None, first: int, last: int, *, with_tail: bool
+    ) -> torch.Tensor | None:
+        """Return the columns `[first, last)`, and the tail's, for every sequence, head, query."""
         if tensor is None:
             return None
-        some = tensor[..., columns, :].flatten(-2)
-        B, n = self._query.shape[0], self._query.shape[2]
-        return some.expand(B, -1, n, -1)
+        some = tensor[..., first:last, :]
+        if with_tail:
+            some = torch.cat([some, tensor[..., -1:, :]], dim=-2)
+        B, Hq, n = self._query_shape
+        heads = self._shape[1] if tensor.dtype == torch.bool else Hq
+        return some.flatten(-2).expand(B, heads, n, -1)
 
     def shares(self, is_read: np.ndarray) -> _Part:
         """Return the blocks that were read, -1 elsewhere, and their shares of the weights."""
         H = is_read.shape[1]
-        lse = merge(self.parts)[1]
+        lse = self.attention.lse
         lse = lse.masked_fill(lse == -math.inf, 0.0)
         weights = torch.zeros(is_read.shape)
         for first, block_lse in self._block_lse:
@@ -225,7 +258,7 @@ def _attend_many(
     visibility: Visibility,
     first_token: int,
     fresh: tuple[torch.Tensor, torch.Tensor] | None,
-) -> list[_Part]:
+) -> _Part | None:
     whole: list[_Part] = []
     num_tokens = pool.length(layer)
     if num_tokens:
@@ -243,7 +276,7 @@ def _attend_many(
             whole = [merge([*whole, part])]
     if fresh is not None:
         whole = [merge([*whole, attend(query, *fresh, rule, visibility, num_tokens)])]
-    return whole
+    return whole[0] if whole else None
 
 
 def _gather(
@@ -254,29 +287,55 @@ def _gather(
     layout, T = state.layout, pool.block_tokens
     B, H = state.batch_size, layout.num_heads
     num_columns = max(1, _GROUP_BYTES // (B * layout.page_bytes))
-    for first in range(first_token // T, state.num_blocks, num_columns):
-        last = min(first + num_columns, state.num_blocks)
-        if not _is_seen(visibility, num_queries, first * T, last * T):
-            continue
-        keys = torch.empty((B, H, last - first, T, layout.key_dim), dtype=layout.dtype)
-        values = torch.empty((B, H, last - first, T, layout.value_dim), dtype=layout.dtype)
-        c, b, h = (axis.ravel() for axis in np.indices((last - first, B, H)))
-        key_bytes = layout.key_items * layout.dtype.itemsize
-        value_bytes = layout.value_items * layout.dtype.itemsize
-        places = (b * H + h) * (last - first) + c
-        for items, addresses in pool.stream(layer, state.table[b, c + first], h):
-            pairs = zip(places[items].tolist(), addresses.tolist(), strict=True)
-            for place, address in pairs:
-                copy_bytes(keys.data_ptr() + place * key_bytes, address, key_bytes)
-                copy_bytes(
-                    values.data_ptr() + place * value_bytes, address + key_bytes, value_bytes
-                )
-        skipped = max(0, first_token - first * T)
-        yield (
-            first * T + skipped,
-            keys.flatten(2, 3)[:, :, skipped:],
-            values.flatten(2, 3)[:, :, skipped:],
-        )
+    starts = range(first_token // T, state.num_blocks, num_columns)
+    groups = [range(first, min(first + num_columns, state.num_blocks)) for first in starts]
+    seen = [g for g in groups if _is_seen(visibility, num_queries, g.start * T, g.stop * T)]
+    columns = np.array([c for group in seen for c in group], dtype=np.int64)
+    c, b, h = (axis.ravel() for axis in np.indices((len(columns), B, H)))
+    ends = np.cumsum([len(group) * B * H for group in seen], dtype=np.int64)
+    current = _Gathered(layout, B, seen[0]) if seen else None
+    number = 0
+    # Items come column after column; a group of columns may lie in several groups of the stream.
+    for items, addresses in pool.stream(layer, state.table[b, columns[c]], h):
+        of_group = np.searchsorted(ends, items, side="right")
+        for i in range(int(of_group[0]), int(of_group[-1]) + 1):
+            if i > number and current is not None:
+                yield current.cut(first_token, T)
+                current, number = _Gathered(layout, B, seen[i]), i
+            some = of_group == i
+            at = items[some]
+            assert current is not None
+            current.put(b[at], h[at], columns[c[at]], addresses[some])
+    if current is not None:
+        yield current.cut(first_token, T)
+
+
+class _Gathered:
+    """Keys and values of some columns, one after the other, that records are copied to."""
+
+    def __init__(self, layout: BlockLayout, batch_size: int, columns: range) -> None:
+        shape = (batch_size, layout.num_heads, len(columns), layout.block_tokens)
+        self._columns = columns
+        self._key_bytes = layout.key_items * layout.dtype.itemsize
+        self._value_bytes = layout.value_items * layout.dtype.itemsize
+        self._keys = torch.empty((*shape, layout.key_dim), dtype=layout.dtype)
+        self._values = torch.empty((*shape, layout.value_dim), dtype=layout.dtype)
+
+    def put(self, b: np.ndarray, h: np.ndarray, c: np.ndarray, addresses: np.ndarray) -> None:
+        """Copy records."""
+        _, H, num_columns = self._keys.shape[:3]
+        places = (b * H + h) * num_columns + c - self._columns.start
+        to = self._keys.data_ptr() + places * self._key_bytes
+        copy_pieces(to, addresses, self._key_bytes)
+        to = self._values.data_ptr() + places * self._value_bytes
+        copy_pieces(to, addresses + self._key_bytes, self._value_bytes)
+
+    def cut(self, first_token: int, T: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Return the first token from `first_token` on, and the keys and values from there on."""
+        first = self._columns.start * T
+        skipped = max(0, first_token - first)
+        keys, values = (each.flatten(2, 3)[:, :, skipped:] for each in (self._keys, self._values))
+        return first + skipped, keys, values
 
 
 def _is_seen(visibility: Visibility, num_queries: int, first: int, last: int) -> bool:

@@ -1,19 +1,18 @@
-"""Blocks of a layer, the storing of full ones, and the reading of their records."""
+"""Blocks of a layer, and the storing of full ones."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from penstock.kv._device import DeviceTier
+from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
-from penstock.memory import Ledger, Link
-from penstock.memory.raw_memory import copy_bytes
+from penstock.kv._lower import PageTable, PageTiers
+
+_COPY_BYTES = 4 * 2**20  # of blocks that are brought into the order of records at once
 
 
 @dataclass(eq=False)
@@ -75,21 +74,17 @@ class BlockWrites:
         Returns:
             Their pages, int64 `(B, num_blocks)`.
         """
-        shape = (-1, layout.block_tokens)
-        keys, values = keys.unflatten(2, shape), values.unflatten(2, shape)
-        batch_size, num_blocks = keys.shape[0], keys.shape[2]
+        blocks = FullBlocks(layout, keys, values)
         # In the order in which attention reads them: block after block, in each all sequences.
-        pages = self._pages.take(batch_size * num_blocks, layer)
-        places = [divmod(i, batch_size) for i in range(len(pages))]
-        blocks = [(keys[b, :, j], values[b, :, j]) for j, b in places]
+        pages = self._pages.take(blocks.num_pages, layer)
         num_resident = min(len(pages), self._device.room(layout) // layout.num_heads)
         try:
             self._store_resident(layout, pages[:num_resident], blocks)
-            self.store_below(layer, layout, pages[num_resident:], blocks[num_resident:])
+            self.store_below(layer, layout, pages, num_resident, blocks)
         except BaseException:
             self.free(layout, pages)
             raise
-        return pages.reshape(num_blocks, batch_size).T
+        return pages.reshape(-1, keys.shape[0]).T
 
     def free(self, layout: BlockLayout, pages: np.ndarray) -> None:
         """Give back what pages occupy on all tiers, and their numbers."""
@@ -100,186 +95,65 @@ class BlockWrites:
             self._lower.free(page, layout)
             self._pages.give_back(page)
 
-    def _store_resident(
-        self,
-        layout: BlockLayout,
-        pages: np.ndarray,
-        blocks: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        records = pages[:, None] * layout.num_heads + np.arange(layout.num_heads)
-        admitted, addresses = self._device.admit(layout, records.ravel())
+    def _store_resident(self, layout: BlockLayout, pages: np.ndarray, blocks: FullBlocks) -> None:
+        records = (pages[:, None] * layout.num_heads + np.arange(layout.num_heads)).ravel()
+        admitted, addresses = self._device.admit(layout, records)
         assert len(admitted) == records.size, "there is room"
-        places = dict(zip(admitted.tolist(), addresses.tolist(), strict=True))
-        record = torch.empty(layout.record_items, dtype=layout.dtype)
-        for some_records, (some_keys, some_values) in zip(records.tolist(), blocks, strict=False):
-            for head, number in enumerate(some_records):
-                _fill(layout, record, some_keys[head], some_values[head])
-                copy_bytes(places[number], record.data_ptr(), layout.record_bytes)
+        places = addresses[np.argsort(admitted)][np.argsort(np.argsort(records))]
+        places = places.reshape(len(pages), layout.num_heads)
+        per_copy = max(1, _COPY_BYTES // layout.page_bytes)
+        for first in range(0, len(pages), per_copy):
+            some = places[first : first + per_copy]
+            copy = torch.empty((*some.shape, layout.record_items), dtype=layout.dtype)
+            blocks.fill(copy, first)
+            sources = copy.data_ptr() + np.arange(some.size) * layout.record_bytes
+            copy_pieces(some.ravel(), sources, layout.record_bytes)
 
     def store_below(
-        self,
-        layer: int,
-        layout: BlockLayout,
-        pages: np.ndarray,
-        blocks: list[tuple[torch.Tensor, torch.Tensor]],
+        self, layer: int, layout: BlockLayout, pages: np.ndarray, at: int, blocks: FullBlocks
     ) -> None:
-        """Store pages in host memory, or start to write them to the file.
-
-        Keys and values of `blocks` are `(H, T, dim)`.
-        """
-        at = 0
+        """Store pages from number `at` on in host memory, and from where it is full in the file."""
         while at < len(pages):
             view = self._lower.host_view(int(pages[at]), layout)
             if view is None:
                 break
-            _fill(layout, view, *blocks[at])
+            blocks.fill(view.unsqueeze(0), at)
             at += 1
         if at == len(pages):
             return
         self._lower.check_file()
         per_buffer = self._device.buffer_bytes // layout.page_bytes
         for first in range(at, len(pages), per_buffer):
-            some = slice(first, first + per_buffer)
+            some = pages[first : first + per_buffer]
             buffer = self._device.take_buffer()
-            num_bytes = len(pages[some]) * layout.page_bytes
-            view = buffer.area.view(0, num_bytes, layout.dtype)
-            view = view.view(-1, layout.num_heads, layout.record_items)
-            for page_view, block in zip(view, blocks[some], strict=True):
-                _fill(layout, page_view, *block)
-            self._lower.write(layer, pages[some], layout, buffer)
+            try:
+                view = buffer.area.view(0, len(some) * layout.page_bytes, layout.dtype)
+                view = view.view(-1, layout.num_heads, layout.record_items)
+                blocks.fill(view, first)
+                self._lower.write(layer, some, layout, buffer)
+            finally:
+                self._device.give_back(buffer)
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """Records in the order of reading, equal ones beside each other."""
+class FullBlocks:
+    """Keys and values that become pages: block after block, in each all sequences."""
 
-    order: np.ndarray  # numbers among what the caller asked for
-    pages: np.ndarray
-    heads: np.ndarray
-    addresses: np.ndarray  # 0 where they must be read
-    missing: np.ndarray  # bool
-    is_first: np.ndarray  # bool: missing, and not equal to the one before
+    def __init__(self, layout: BlockLayout, keys: torch.Tensor, values: torch.Tensor) -> None:
+        shape = (-1, layout.block_tokens)
+        self._layout = layout
+        self._parts = keys.unflatten(2, shape), values.unflatten(2, shape)
+        self._batch_size = keys.shape[0]
+        self.num_pages = keys.shape[0] * self._parts[0].shape[2]
 
-
-class BlockReads:
-    """Reading of records, wherever they are."""
-
-    def __init__(
-        self, pages: PageTable, device: DeviceTier, lower: PageTiers, ledger: Ledger
-    ) -> None:
-        self._pages = pages
-        self._device = device
-        self._lower = lower
-        self._ledger = ledger
-        self.num_hits = self.num_misses = 0
-
-    def stream(
-        self, layout: BlockLayout, pages: np.ndarray, heads: np.ndarray
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield records in groups, each with an address that is valid until the next group.
-
-        Resident records, and those of host memory, are where they lie. The others are read ahead
-        into buffers, and a group ends where one is full. `pages` and `heads`, int64, say the page
-        and the head of each record, in the order in which they are wanted.
-
-        Yields:
-            Numbers of records (indices into `pages`) and their addresses, both int64.
-        """
-        if not len(pages):
-            return
-        order = _order_of(pages * layout.num_heads + heads)
-        pages, heads = pages[order], heads[order]
-        records = pages * layout.num_heads + heads
-        is_new = np.concatenate([[True], records[1:] != records[:-1]])
-        addresses = self._device.find(layout, records)
-        in_host = (addresses == 0) & (self._pages.host[pages] != 0)
-        self._count(layout, is_new, addresses != 0, in_host)
-        residency = self._device.residency(layout)
-        residency.touch(records[is_new])
-        hits = records[is_new & (addresses != 0)]
-        residency.pin(hits)  # none of them loses its slot before it was read
-        try:
-            addresses[in_host] = (self._pages.host[pages] + heads * layout.record_bytes)[in_host]
-            self._admit(layout, records[is_new & in_host], addresses[is_new & in_host])
-            missing = addresses == 0
-            if not missing.any():
-                yield order, addresses
-                return
-            self._device.wait()  # what is still being written is not read before
-            wanted = _Wanted(order, pages, heads, addresses, missing, is_new & missing)
-            yield from self._stream_missing(layout, wanted)
-        finally:
-            residency.release(hits)
-
-    def _admit(self, layout: BlockLayout, records: np.ndarray, addresses: np.ndarray) -> None:
-        """Copy those missing records to slots that are worth one."""
-        order = np.argsort(records)
-        admitted, places = self._device.admit(layout, records)
-        sources = addresses[order][np.searchsorted(records[order], admitted)]
-        for place, source in zip(places.tolist(), sources.tolist(), strict=True):
-            copy_bytes(place, source, layout.record_bytes)
-
-    def _stream_missing(
-        self, layout: BlockLayout, wanted: _Wanted
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield groups, each with a buffer of missing records; the next one is under way."""
-        number = np.cumsum(wanted.is_first) - 1  # of the missing record that an item is or follows
-        per_buffer = self._device.buffer_bytes // layout.record_bytes
-        group = np.maximum(number, 0) // per_buffer
-        ends = np.searchsorted(group, np.arange(group[-1] + 1), side="right").tolist()
-        bounds = list(zip([0, *ends[:-1]], ends, strict=True))
-        buffers: list[TransferBuffer] = []
-        try:
-            for i, (start, end) in enumerate(bounds):
-                while len(buffers) < min(i + self._device.num_buffers, len(bounds)):
-                    buffers.append(self._read_group(layout, wanted, *bounds[len(buffers)]))
-                begin_ns = time.perf_counter_ns()
-                buffers[i].wait()
-                self._ledger.record_stall("read", begin_ns, time.perf_counter_ns())
-                addresses, some = wanted.addresses[start:end], slice(start, end)
-                place = number[some][wanted.missing[some]] - i * per_buffer
-                base = buffers[i].area.address
-                addresses[wanted.missing[some]] = base + place * layout.record_bytes
-                first = wanted.is_first[some]
-                records = wanted.pages[some] * layout.num_heads + wanted.heads[some]
-                self._admit(layout, records[first], addresses[first])
-                yield wanted.order[some], addresses
-        finally:
-            self._device.settle()  # what was read ahead and is not wanted any more
-
-    def _read_group(
-        self, layout: BlockLayout, wanted: _Wanted, start: int, end: int
-    ) -> TransferBuffer:
-        first = wanted.is_first[start:end]
-        buffer = self._device.take_buffer()
-        self._lower.read(
-            wanted.pages[start:end][first], wanted.heads[start:end][first], layout, buffer
-        )
-        return buffer
-
-    def _count(
-        self, layout: BlockLayout, is_new: np.ndarray, resident: np.ndarray, in_host: np.ndarray
-    ) -> None:
-        num_records, num_hits = int(is_new.sum()), int((is_new & resident).sum())
-        self.num_hits += num_hits
-        self.num_misses += num_records - num_hits
-        num_host = int((is_new & in_host).sum())
-        if num_host:
-            # The kernel reads them where they lie: they move, but never enter the device tier.
-            num_bytes = num_host * layout.record_bytes
-            self._ledger.record_transfer(Link.HOST_TO_DEVICE, num_bytes, time.perf_counter_ns())
-
-
-def _order_of(records: np.ndarray) -> np.ndarray:
-    """Return an order that keeps the first of equal records in place, the others beside it."""
-    _, first, inverse = np.unique(records, return_index=True, return_inverse=True)
-    return np.argsort(first[inverse], kind="stable")
-
-
-def _fill(
-    layout: BlockLayout, records: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> None:
-    """Copy keys `(..., T, dk)` and values into records `(..., record_items)`."""
-    to_keys, to_values = layout.split(records)
-    to_keys.copy_(keys)
-    to_values.copy_(values)
+    def fill(self, pages: torch.Tensor, first: int) -> None:
+        """Write the pages from number `first` on to `(num_pages, H, record_items)`."""
+        for b in range(self._batch_size):
+            start = (b - first) % self._batch_size  # the first of them that is of this sequence
+            to = self._layout.split(pages)
+            block, num_blocks = (
+                (first + start) // self._batch_size,
+                len(to[0][start :: self._batch_size]),
+            )
+            for part, copy in zip(self._parts, to, strict=True):
+                some = part[b, :, block : block + num_blocks].transpose(0, 1)
+                copy[start :: self._batch_size] = some

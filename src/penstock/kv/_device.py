@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,9 @@ from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
 
 _BUFFER_BYTES = 4 * 2**20
-_STAGING_SHARE = 4  # a buffer takes at most this part of the budget
+_LEAST_BUFFER_BYTES = 2**20  # of smaller ones there are no more than two
+_STAGING_SHARE = 2  # of the budget: the buffers take at most 1 / this
+_MOST_BUFFERS = 4
 
 
 @dataclass(eq=False)
@@ -58,8 +61,9 @@ class DeviceTier:
         self._half_life = half_life
         self._residents: dict[BlockLayout, _Residents] = {}
         self._slot_bytes = 0
+        self.version = 0  # of the places of records: a change makes other numbers
         self._buffers: list[TransferBuffer] = []
-        self._next_buffer = 0
+        self._idle: deque[TransferBuffer] = deque()  # the one that was given back first is first
 
     @property
     def staging_bytes(self) -> int:
@@ -100,6 +104,7 @@ class DeviceTier:
         residency = residents.residency
         num_free = residency.num_slots - residency.num_resident
         evicted, slots = residency.shrink(num_free + num_records)
+        self.version += 1
         if len(evicted):
             self._save(layout, evicted, residents.slots.addresses(slots))
         self._count(-len(evicted) * layout.record_bytes)
@@ -109,37 +114,62 @@ class DeviceTier:
         """Make all slots anew, after the last record has left."""
         assert self._slot_bytes == 0, "no record is resident"
         self._residents.clear()
+        self.version += 1
 
-    def make_staging(self, layout: BlockLayout) -> None:
+    def make_staging(self, page_bytes: int) -> None:
         """Map the buffers, each for whole pages; larger ones where a layer has larger pages."""
-        if self._buffers and self._buffers[0].area.num_bytes >= layout.page_bytes:
+        if self._buffers and self._buffers[0].area.num_bytes >= page_bytes:
             return
         for buffer in self._buffers:
             buffer.wait()
-        page = layout.page_bytes
-        most = max(page, min(_BUFFER_BYTES, self.budget_bytes // _STAGING_SHARE) // page * page)
-        num_buffers = 2 if self.budget_bytes - self._slot_bytes >= 2 * most else 1
+        assert len(self._idle) == len(self._buffers), "no buffer is in use"
+        page, share = page_bytes, self.budget_bytes // _STAGING_SHARE
+        num_buffers = min(_MOST_BUFFERS, max(2, share // max(page, _LEAST_BUFFER_BYTES)))
+        most = max(page, min(_BUFFER_BYTES, share // num_buffers) // page * page)
+        num_buffers = max(1, min(num_buffers, (self.budget_bytes - self._slot_bytes) // most))
         self._ledger.add(Tier.DEVICE, -self.staging_bytes)
         self._buffers = [TransferBuffer(most) for _ in range(num_buffers)]
+        self._idle = deque(self._buffers)
         self._ledger.add(Tier.DEVICE, self.staging_bytes)
 
     def take_buffer(self) -> TransferBuffer:
-        """Return the buffer whose turn it is, after its transfers have ended."""
-        buffer = self._buffers[self._next_buffer % len(self._buffers)]
-        self._next_buffer += 1
-        buffer.wait()
-        return buffer
+        """Return a buffer after its transfers have ended, to be given back.
+
+        Raises:
+            StoreError: An earlier write of it failed; the buffer is not taken then.
+        """
+        self._idle[0].wait()
+        return self._idle.popleft()
+
+    def give_back(self, buffer: TransferBuffer) -> None:
+        """Let a buffer be taken again; writes of it may be under way."""
+        self._idle.append(buffer)
+
+    @property
+    def num_idle(self) -> int:
+        """Buffers that can be taken."""
+        return len(self._idle)
 
     def wait(self) -> None:
-        """Wait for all transfers of the buffers; the first error is raised."""
-        for buffer in self._buffers:
+        """Wait for the writes of buffers; the first error is raised."""
+        for buffer in self._idle:
             buffer.wait()
 
     def settle(self) -> None:
-        """Wait for all transfers, whatever becomes of them: their errors were kept elsewhere."""
-        for buffer in self._buffers:
+        """Wait for writes, whatever becomes of them: their errors were kept elsewhere."""
+        for buffer in self._idle:
             with contextlib.suppress(Exception):
                 buffer.wait()
+
+    @property
+    def is_moving(self) -> bool:
+        """True while transfers of buffers are under way."""
+        return any(buffer.is_moving for buffer in self._buffers)
+
+    @property
+    def is_writing(self) -> bool:
+        """True while writes are under way."""
+        return any(buffer.is_moving for buffer in self._idle)
 
     @property
     def buffer_bytes(self) -> int:
@@ -186,6 +216,7 @@ class DeviceTier:
         addresses = residents.slots.addresses(slots)
         if len(evicted):
             self._save(layout, evicted, addresses[len(addresses) - len(evicted) :])
+        self.version += len(admitted) > 0
         self._count((len(admitted) - len(evicted)) * layout.record_bytes)
         return admitted, addresses
 
@@ -204,11 +235,16 @@ class DeviceTier:
 
     def drop(self, layout: BlockLayout, pages: np.ndarray) -> None:
         """Forget the records of pages."""
-        residency = self._of(layout).residency
         heads = np.arange(layout.num_heads)
         records = (pages[:, None] * layout.num_heads + heads).ravel()
+        self.drop_records(layout, records)
+
+    def drop_records(self, layout: BlockLayout, records: np.ndarray) -> None:
+        """Forget records, whether they are resident or not."""
+        residency = self._of(layout).residency
         num_resident = int((residency.look_up(records) >= 0).sum())
         residency.drop(records)
+        self.version += 1
         self._count(-num_resident * layout.record_bytes)
 
     def _of(self, layout: BlockLayout) -> _Residents:

@@ -11,13 +11,17 @@ import functools
 import struct
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.codegen import THREADS, load_optional_library
+from penstock.kv._partial import merge
+from penstock.memory.raw_memory import copy_bytes
 
+_CPU = torch.device("cpu")
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_pack_call = struct.Struct("8P16q2d").pack  # `struct Call` of `attention.cpp`
+_pack_call = struct.Struct("8P17q2d").pack  # `struct Call` of `attention.cpp`
 
 
 def attend_records(
@@ -76,53 +80,156 @@ def attend_records(
         ValueError: A shape does not fit, a count is out of range, or a tensor is not on the CPU.
     """
     dtype = query.dtype if dtype is None else dtype
-    _check(query, addresses, counts, dtype, block_tokens, value_dim)
-    batch, heads, num_tokens, key_dim = query.shape
+    check_operands(query, addresses, counts, dtype, block_tokens, value_dim, device=_CPU)
+    batch, heads, num_tokens, _ = query.shape
     width = addresses.shape[2] * block_tokens
-    kv_heads = addresses.shape[1]
-    visible = _expand("visible", visible, (batch, kv_heads, num_tokens, width), unsqueeze=1)
-    bias = _expand("bias", bias, (batch, heads, num_tokens, width), unsqueeze=0)
-    if visible is not None and visible.dtype != torch.bool:
-        raise TypeError(f"visible has the dtype {visible.dtype}, but must be bool")
-    query = query.detach().float().contiguous()
-    addresses, counts = addresses.contiguous(), counts.contiguous()
-    bias = None if bias is None else _with_unit_stride(bias.detach().float())
-    visible = None if visible is None else _with_unit_stride(visible)
-    out = torch.empty(batch, heads, num_tokens, value_dim)
-    lse = torch.empty(batch, heads, num_tokens)
-    block_lse = None
-    if with_block_lse:
-        block_lse = torch.empty(batch, heads, num_tokens, addresses.shape[2])
-    if out.numel() == 0:
-        return out, lse, block_lse
-    library = _library()
-    if library is None:
-        call = (scale, softcap or 0.0, visible, bias)
-        _attend_by_torch(query, addresses, counts, dtype, block_tokens, call, (out, lse, block_lse))
-        return out, lse, block_lse
-    library.penstock_attend_records(
-        _pack_call(
-            *(query.data_ptr(), addresses.data_ptr(), counts.data_ptr()),
+    shape = (batch, addresses.shape[1], num_tokens, width)
+    visible = expand_operand("visible", visible, shape, unsqueeze=1, device=_CPU)
+    shape = (batch, heads, num_tokens, width)
+    bias = expand_operand("bias", bias, shape, unsqueeze=0, device=_CPU)
+    bias = None if bias is None else bias.detach().float()
+    call = RecordAttention(query.detach(), dtype, block_tokens, value_dim, scale, softcap)
+    block_lse = call.add(addresses, counts, visible, bias, with_block_lse=with_block_lse)
+    return call.out, call.lse, block_lse
+
+
+class RecordAttention:
+    """Attention of few tokens over records that come part by part; parts are added in their order.
+
+    Its operands are those of `attend_records`, and taken as they are.
+
+    Attributes:
+        out: The output over the records so far, float32 `(B, Hq, n, value_dim)`.
+        lse: Its log-sum-exp of scores, float32 `(B, Hq, n)`.
+        has_parts: Whether there were any; before, `out` and `lse` hold nothing.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        dtype: torch.dtype,
+        block_tokens: int,
+        value_dim: int,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        self._query = query.float().contiguous()
+        self._kind, self._dtype = _KINDS[dtype], dtype
+        self._block_tokens = block_tokens
+        self._scale, self._softcap = scale, softcap or 0.0
+        self.out = torch.empty(*query.shape[:3], value_dim)
+        self.lse = torch.empty(query.shape[:3])
+        self.has_parts = False
+
+    def add(
+        self,
+        addresses: Tensor,
+        counts: Tensor,
+        visible: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        with_block_lse: bool = False,
+        num_threads: int | None = None,
+    ) -> Tensor | None:
+        """Attend to further records, by so many threads (None: torch's).
+
+        Returns:
+            The log-sum-exps of each record, where they are wanted.
+
+        Raises:
+            ValueError: A count is out of range.
+        """
+        addresses, counts = addresses.contiguous(), counts.contiguous()
+        block_lse = torch.empty(*self.lse.shape, addresses.shape[2]) if with_block_lse else None
+        if self.out.numel() > 0:
+            library = _library()
+            num_threads = torch.get_num_threads() if num_threads is None else num_threads
+            call = (addresses, counts, visible, bias, block_lse)
+            if library is None:
+                _check_counts(counts, self._block_tokens)
+                self._add_by_torch(*call)
+            elif not library.penstock_attend_records(self._pack(*call, num_threads)):
+                _check_counts(counts, self._block_tokens)
+            self.has_parts = True
+        return block_lse
+
+    def _pack(
+        self,
+        addresses: Tensor,
+        counts: Tensor,
+        visible: Tensor | None,
+        bias: Tensor | None,
+        block_lse: Tensor | None,
+        num_threads: int,
+    ) -> bytes:
+        batch, heads, num_tokens, key_dim = self._query.shape
+        kv_heads = addresses.shape[1]
+        return _pack_call(
+            *(self._query.data_ptr(), addresses.data_ptr(), counts.data_ptr()),
             *(_pointer(visible), _pointer(bias)),
-            *(out.data_ptr(), lse.data_ptr(), _pointer(block_lse)),
+            *(self.out.data_ptr(), self.lse.data_ptr(), _pointer(block_lse)),
             *(batch, kv_heads, heads // kv_heads * num_tokens, num_tokens),
-            *(addresses.shape[2], block_tokens, key_dim, value_dim),
-            *(_KINDS[dtype], torch.get_num_threads()),
+            *(addresses.shape[2], self._block_tokens, key_dim, self.out.shape[3]),
+            *(self._kind, num_threads, self.has_parts),
             *((0, 0, 0) if visible is None else visible.stride()[:3]),
             *((0, 0, 0) if bias is None else bias.stride()[:3]),
-            *(scale, softcap or 0.0),
+            *(self._scale, self._softcap),
         )
+
+    def _add_by_torch(
+        self,
+        addresses: Tensor,
+        counts: Tensor,
+        visible: Tensor | None,
+        bias: Tensor | None,
+        block_lse: Tensor | None,
+    ) -> None:
+        """Add the part of some records by torch, a KV head after the other."""
+        parts = [(self.out.clone(), self.lse.clone())] if self.has_parts else []
+        call = (self._scale, self._softcap, visible, bias)
+        results = (self.out, self.lse, block_lse)
+        _attend_by_torch(
+            self._query, addresses, counts, self._dtype, self._block_tokens, call, results
+        )
+        if parts:
+            out, lse = merge([*parts, (self.out, self.lse)])
+            self.out.copy_(out), self.lse.copy_(lse)
+
+
+def copy_pieces(destinations: np.ndarray, sources: np.ndarray, num_bytes: int) -> None:
+    """Copy pieces of memory of one length between addresses, int64 each; none overlap.
+
+    Example:
+        >>> source, copy = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+        >>> to, at = (np.array([t.data_ptr(), t.data_ptr() + 16]) for t in (copy, source))
+        >>> copy_pieces(to, at, 16)
+        >>> copy.tolist()
+        [0, 1, 2, 3]
+    """
+    library = _library()
+    if library is None:
+        for destination, source in zip(destinations.tolist(), sources.tolist(), strict=True):
+            copy_bytes(destination, source, num_bytes)
+        return
+    destinations, sources = (
+        np.ascontiguousarray(each, dtype=np.int64) for each in (destinations, sources)
     )
-    return out, lse, block_lse
+    assert len(destinations) == len(sources)
+    library.penstock_copy_pieces(
+        *(destinations.ctypes.data, sources.ctypes.data),
+        *(num_bytes, len(sources), torch.get_num_threads()),
+    )
 
 
-def _check(
+def check_operands(
     query: Tensor,
     addresses: Tensor,
     counts: Tensor,
     dtype: torch.dtype,
     block_tokens: int,
     value_dim: int,
+    *,
+    device: torch.device,
 ) -> None:
     """Refuse operands whose memory could not be read as it is."""
     if dtype not in _KINDS or not query.is_floating_point():
@@ -135,9 +242,10 @@ def _check(
             f"addresses have the dtype {addresses.dtype} and counts {counts.dtype}, but must have "
             "int64 and int32"
         )
-    devices = {each.device.type for each in (query, addresses, counts)}
-    if devices != {"cpu"}:
-        raise ValueError(f"operands are on {sorted(devices)}, but must be on the CPU")
+    devices = {each.device for each in (query, addresses, counts)}
+    if devices != {device}:
+        names = sorted(map(str, devices))
+        raise ValueError(f"operands are on {names}, but must be on {_name_of(device)}")
     if query.dim() != 4 or addresses.dim() != 3 or counts.shape != addresses.shape:
         raise ValueError(
             f"query has the shape {tuple(query.shape)}, addresses {tuple(addresses.shape)} and "
@@ -159,6 +267,9 @@ def _check(
             f"block_tokens is {block_tokens}, value_dim {value_dim} and the shape of query "
             f"{tuple(query.shape)}, with {addresses.shape[1]} KV heads: all must be at least 1"
         )
+
+
+def _check_counts(counts: Tensor, block_tokens: int) -> None:
     if counts.numel() > 0:
         least, most = (int(each) for each in torch.aminmax(counts))
         if least < 0 or most > block_tokens:
@@ -168,27 +279,37 @@ def _check(
             )
 
 
-def _expand(
-    name: str, tensor: Tensor | None, shape: tuple[int, ...], *, unsqueeze: int
+def expand_operand(
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    *,
+    unsqueeze: int,
+    device: torch.device,
 ) -> Tensor | None:
-    """Return an operand with one element per score, without a copy."""
+    """Return `visible` or `bias` with one element per score, tokens one after the other.
+
+    It is copied only where tokens lie apart.
+    """
     if tensor is None:
         return None
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}, but must be on the CPU")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but must be on {_name_of(device)}")
+    if name == "visible" and tensor.dtype != torch.bool:
+        raise TypeError(f"visible has the dtype {tensor.dtype}, but must be bool")
     full = tensor.unsqueeze(unsqueeze) if tensor.dim() == 3 else tensor
     try:
-        return full.expand(shape)
+        full = full.expand(shape)
     except RuntimeError:
         fewer = (*shape[:unsqueeze], *shape[unsqueeze + 1 :])
         raise ValueError(
             f"{name} has the shape {tuple(tensor.shape)}, but must have {fewer} or {shape}"
         ) from None
+    return full if full.stride(-1) == 1 else full.contiguous()
 
 
-def _with_unit_stride(tensor: Tensor) -> Tensor:
-    """Return a tensor whose tokens, the last dimension, lie one after the other."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _name_of(device: torch.device) -> str:
+    return "the CPU" if device == _CPU else str(device)
 
 
 def _pointer(tensor: Tensor | None) -> int:
@@ -259,7 +380,10 @@ def _library() -> ctypes.CDLL | None:
         "kv_attention",
         [THREADS, Path(__file__).with_name("attention.cpp")],
         flags=("-O3", "-march=native"),
-        functions={"penstock_attend_records": (None, [ctypes.c_char_p])},
+        functions={
+            "penstock_attend_records": (ctypes.c_int, [ctypes.c_char_p]),
+            "penstock_copy_pieces": (None, [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3),
+        },
         work="attention over records of a KV cache is computed",
         otherwise="by torch, slower",
     )

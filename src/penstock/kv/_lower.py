@@ -17,15 +17,16 @@ import torch
 
 from penstock.errors import CapacityError
 from penstock.kv._areas import Area, SlotMemory
+from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
 from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, Tier
-from penstock.memory.raw_memory import copy_bytes
 from penstock.units import format_bytes
 
-_NUM_THREADS = 2
+_NUM_THREADS = 4
 _FIRST_SEGMENT_BYTES = 256 * 1024
 _SEGMENT_BYTES = 4 * 2**20
-_PIECE_BYTES = 2**20  # reads are cut into pieces of at least this, one for each thread
+_PIECE_BYTES = 2**19  # reads are cut into pieces of at least this, for the threads
+_PIECES = 2  # of a buffer, so that reads of two buffers keep all threads busy
 
 
 class TransferBuffer:
@@ -34,15 +35,23 @@ class TransferBuffer:
     Attributes:
         area: Its memory.
         pending: Transfers that end before it is used again.
+        reads: Bytes, start and end of those reads that have ended, until they are counted.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.area = Area(num_bytes)
         self.pending: list[Future[None]] = []
+        self.reads: list[tuple[int, int, int]] = []
 
-    def wait(self) -> None:
-        """Wait for its transfers; the first error is raised when all have ended."""
-        pending, self.pending = self.pending, []
+    @property
+    def is_moving(self) -> bool:
+        """True while transfers are under way."""
+        return not all(future.done() for future in self.pending)
+
+    def wait(self, num_transfers: int | None = None) -> None:
+        """Wait for its first transfers, or all; the first error is raised when they have ended."""
+        pending = self.pending[:num_transfers]
+        self.pending = self.pending[len(pending) :]
         errors = [future.exception() for future in pending]
         for error in errors:
             if error is not None:
@@ -185,37 +194,55 @@ class PageTiers:
             offset += num_bytes
 
     def read(
-        self, pages: np.ndarray, heads: np.ndarray, layout: BlockLayout, buffer: TransferBuffer
+        self,
+        pages: np.ndarray,
+        heads: np.ndarray,
+        layout: BlockLayout,
+        buffer: TransferBuffer,
+        offsets: np.ndarray,
     ) -> None:
-        """Start to read records from the file, one after the other, into a buffer.
+        """Start to read records from the file into a buffer.
+
+        The bytes are counted when `count_reads` is called for the buffer.
 
         Args:
             pages: Page of each record, int64; all of them in the file.
             heads: Head of each, int64.
             layout: Their layout.
             buffer: Memory for all of them.
+            offsets: Place of each in the buffer in bytes, int64.
         """
+        if not len(pages):
+            return
         record = layout.record_bytes
         segments = self._pages.segment[pages]
         begins = (self._pages.place[pages] * layout.num_heads + heads) * record
         joined = (np.diff(segments) == 0) & (np.diff(begins) == record)
+        joined &= np.diff(offsets) == record
         starts = np.concatenate([[0], np.flatnonzero(~joined) + 1, [len(pages)]])
-        piece = max(_PIECE_BYTES, len(pages) * record // _NUM_THREADS) // record
+        piece = max(_PIECE_BYTES, len(pages) * record // _PIECES) // record
         for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             for at in range(first, end, max(1, piece)):
                 extent = self._segments[int(segments[at])].extent
                 num_bytes = (min(end, at + max(1, piece)) - at) * record
-                address = buffer.area.address + at * record
+                address = buffer.area.address + int(offsets[at])
                 buffer.pending.append(
-                    self._submit(self._read, extent, address, num_bytes, int(begins[at]))
+                    self._submit(self._read, buffer, extent, address, num_bytes, int(begins[at]))
                 )
+
+    def count_reads(self, buffer: TransferBuffer) -> int:
+        """Record the reads into a buffer that have ended; return their bytes."""
+        reads, buffer.reads = buffer.reads, []
+        for num_bytes, start_ns, end_ns in reads:
+            self._ledger.record_transfer(Link.FILE_TO_DEVICE, num_bytes, start_ns, end_ns)
+        return sum(num_bytes for num_bytes, _, _ in reads)
 
     def save(self, page: int, layout: BlockLayout, addresses: np.ndarray) -> None:
         """Write a page whose records lie apart, and wait for it."""
         view = self.host_view(page, layout)
         if view is not None:
-            for record, address in zip(view, addresses.tolist(), strict=True):
-                copy_bytes(record.data_ptr(), address, layout.record_bytes)
+            places = view.data_ptr() + np.arange(len(addresses)) * layout.record_bytes
+            copy_pieces(places, addresses, layout.record_bytes)
             return
         layer = int(self._pages.layer[page])
         ((number, place, _),) = self._place(layer, np.array([page]), layout)
@@ -312,8 +339,10 @@ class PageTiers:
             raise
         self._ledger.record_transfer(Link.DEVICE_TO_FILE, num_bytes, start_ns)
 
-    def _read(self, extent: Extent, address: int, num_bytes: int, begin: int) -> None:
+    def _read(
+        self, buffer: TransferBuffer, extent: Extent, address: int, num_bytes: int, begin: int
+    ) -> None:
         assert self._file is not None
         start_ns = time.perf_counter_ns()
         self._file.read(extent, address, num_bytes, begin)
-        self._ledger.record_transfer(Link.FILE_TO_DEVICE, num_bytes, start_ns)
+        buffer.reads.append((num_bytes, start_ns, time.perf_counter_ns()))

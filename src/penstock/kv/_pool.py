@@ -13,16 +13,18 @@ import numpy as np
 import torch
 
 from penstock.errors import InfeasibleError, PenstockError
-from penstock.kv._blocks import BlockReads, BlockWrites, LayerBlocks
+from penstock.kv._blocks import BlockWrites, LayerBlocks
 from penstock.kv._device import DeviceTier
 from penstock.kv._inputs import InputPages, Recompute
+from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
 from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._reads import BlockReads
 from penstock.kv._report import PoolReport
+from penstock.kv._resident import ResidentLayer
 from penstock.kv._selector import name_of, resolve_selector
 from penstock.memory import FileStore, Ledger, Link, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
-from penstock.memory.raw_memory import copy_bytes
 from penstock.units import format_bytes, parse_bytes
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,6 +86,7 @@ class BlockPool:
         self._num_layers = num_layers
         self._alignment_bytes = 64 if store is None else DIRECT_IO_BYTES
         self._layers: dict[int, LayerBlocks] = {}
+        self._resident: dict[int, ResidentLayer] = {}
         self._pages = PageTable()
         budget_bytes = parse_bytes(device_memory, name="device_memory")
         host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
@@ -93,13 +96,10 @@ class BlockPool:
         self._device = DeviceTier(
             budget_bytes, self._pages, self._lower, self.ledger, half_life=64 * num_layers
         )
-        self._reads = BlockReads(self._pages, self._device, self._lower, self.ledger)
-        self._writes = BlockWrites(self._pages, self._device, self._lower)
-        self._inputs = None
-        if recompute is not None:
-            self._inputs = InputPages(
-                self._pages, self._device, self._lower, self.ledger, recompute
-            )
+        tiers = self._pages, self._device, self._lower
+        self._writes = BlockWrites(*tiers)
+        self._inputs = None if recompute is None else InputPages(*tiers, self.ledger, recompute)
+        self._reads = BlockReads(*tiers, self.ledger, self._inputs)
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -158,17 +158,19 @@ class BlockPool:
                 used after that, except for `reset` and `close`.
         """
         self.check_usable()
-        state = self._layer_for(layer, keys, values)
-        if inputs is not None and (self._inputs is None or inputs.shape[:2] != keys.shape[::2]):
+        if inputs is not None and (
+            self._inputs is None or inputs.dim() != 3 or inputs.shape[:2] != keys.shape[:3:2]
+        ):
             raise ValueError(
-                f"inputs must be (B, n, width) with the (B, n) of keys, {tuple(keys.shape[::2])}, "
+                f"inputs must be (B, n, width) with the (B, n) of keys, {tuple(keys.shape[:3:2])}, "
                 f"of a pool with recompute=; got {tuple(inputs.shape)}"
             )
+        state = self._layer_for(layer, keys, values, inputs)
         num_before = state.num_tokens
         try:
             self._append(layer, state, keys, values, keep_from)
             if inputs is not None and self._inputs is not None:
-                self._inputs.append(layer, state.layout, state.table, inputs, num_before)
+                self._inputs.append(layer, state.table, inputs, num_before)
         except BaseException as error:
             self._failure = error
             raise
@@ -265,24 +267,51 @@ class BlockPool:
         layout = state.layout
         shape = (*blocks.shape, layout.record_items)
         records = torch.zeros(shape, dtype=layout.dtype)
-        flat = records.view(-1, layout.record_items)
-        b, h, c = np.nonzero(blocks.numpy() >= 0)
+        c, b, h = np.nonzero(blocks.numpy().transpose(2, 0, 1) >= 0)  # as they lie in the file
         places = np.ravel_multi_index((b, h, c), blocks.shape)
         pages = state.table[b, blocks.numpy()[b, h, c]]
-        for items, addresses in self.stream(layer, pages, h):
-            for item, address in zip(items.tolist(), addresses.tolist(), strict=True):
-                copy_bytes(flat[places[item]].data_ptr(), address, layout.record_bytes)
+        self._copy_records(layer, pages, h, records, places)
         return layout.split(records)[0]
 
     def stream(
-        self, layer: int, pages: np.ndarray, heads: np.ndarray
+        self, layer: int, pages: np.ndarray, heads: np.ndarray, *, is_repeated: bool = False
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield records of a layer in groups, as `BlockReads.stream` does."""
-        return self._reads.stream(self._layers[layer].layout, pages, heads)
+        """Yield records of a layer in groups, as `BlockReads.stream` does.
+
+        `is_repeated` says that the next step is expected to read the same records of the layer.
+        """
+        repeated = layer if is_repeated else None
+        return self._reads.stream(self._layers[layer].layout, pages, heads, layer=repeated)
+
+    @property
+    def is_moving(self) -> bool:
+        """True while threads move bytes from or to the file."""
+        return self._device.is_moving
+
+    def find_resident(self, layer: int) -> ResidentLayer | None:
+        """Return all records of a layer and its tail for a step, which counts as reading them.
+
+        Returns:
+            None where a block was dropped, or a record is not resident.
+        """
+        state, version = self._layers[layer], self._device.version
+        found = self._resident.get(layer)
+        if found is None or not found.is_of(state, version):
+            H = state.layout.num_heads
+            records = state.table[:, None, :] * H + np.arange(H)[:, None]
+            addresses = np.zeros(records.shape, dtype=np.int64)
+            if records.size and state.table.min() >= 0:
+                addresses = self._device.find(state.layout, records.ravel()).reshape(records.shape)
+            found = ResidentLayer.make(state, version, records, addresses)
+            self._resident[layer] = found
+        if found.addresses is None:
+            return None
+        self._reads.count_hits(state.layout, found.records)
+        return found
 
     def report(self) -> PoolReport:
         """Return bytes per tier and counts so far."""
-        moved = self.ledger.moved
+        moved, unused_bytes = self.ledger.moved, self._reads.unused_bytes
         return PoolReport(
             selector=name_of(self._selector),
             num_layers=len(self._layers),
@@ -297,7 +326,9 @@ class BlockPool:
             file_bytes=self.ledger.resident(Tier.FILE),
             num_hits=self._reads.num_hits,
             num_misses=self._reads.num_misses,
-            read_bytes=moved(Link.HOST_TO_DEVICE) + moved(Link.FILE_TO_DEVICE),
+            num_computed=0 if self._inputs is None else self._inputs.num_computed,
+            read_bytes=moved(Link.HOST_TO_DEVICE) + moved(Link.FILE_TO_DEVICE) - unused_bytes,
+            unused_bytes=unused_bytes,
             written_bytes=moved(Link.DEVICE_TO_HOST) + moved(Link.DEVICE_TO_FILE),
             stall_seconds=self.ledger.stall_seconds,
         )
@@ -328,7 +359,9 @@ class BlockPool:
         if self._closed:
             raise PenstockError("this pool is closed; make a new one")
 
-    def _layer_for(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBlocks:
+    def _layer_for(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, inputs: torch.Tensor | None
+    ) -> LayerBlocks:
         """Return the blocks of a layer, made where they are not there, for keys that fit them."""
         if keys.shape[:3] != values.shape[:3] or keys.dim() != 4 or keys.dtype != values.dtype:
             raise ValueError(
@@ -346,7 +379,7 @@ class BlockPool:
         )
         state = self._layers.get(layer)
         if state is None:
-            return self._make_layer(layer, layout, keys.shape[0])
+            return self._make_layer(layer, layout, keys.shape[0], inputs)
         if state.layout != layout or state.batch_size != keys.shape[0]:
             raise ValueError(
                 f"layer {layer} holds {state.batch_size} sequences of {state.layout}; got "
@@ -354,7 +387,9 @@ class BlockPool:
             )
         return state
 
-    def _make_layer(self, layer: int, layout: BlockLayout, batch_size: int) -> LayerBlocks:
+    def _make_layer(
+        self, layer: int, layout: BlockLayout, batch_size: int, inputs: torch.Tensor | None
+    ) -> LayerBlocks:
         if layout.dtype not in _DTYPES:
             raise TypeError(f"keys must be one of {_DTYPES}; got {layout.dtype}")
         least = self._num_layers * layout.page_bytes
@@ -366,8 +401,13 @@ class BlockPool:
                 minimum_device_bytes=least,
                 proved=True,
             )
+        input_bytes = 0
+        if self._inputs is not None and inputs is not None:
+            self._inputs.add_layer(layer, layout, inputs)
+            input_bytes = self._inputs.layout(layer).page_bytes
         if self._lower.has_file:
-            self._device.make_staging(layout)
+            self._reads.drop_ahead()
+            self._device.make_staging(layout.page_bytes + input_bytes)
         tail = torch.zeros((batch_size, layout.num_heads, layout.record_items), dtype=layout.dtype)
         state = LayerBlocks(layout, np.zeros((batch_size, 0), dtype=np.int64), tail)
         self._layers[layer] = state
@@ -446,10 +486,21 @@ class BlockPool:
             )
         heads = state.layout.num_heads
         pages = column.repeat(heads)
-        flat = state.tail.view(-1, state.layout.record_items)
-        for items, addresses in self.stream(layer, pages, np.arange(len(pages)) % heads):
-            for item, address in zip(items.tolist(), addresses.tolist(), strict=True):
-                copy_bytes(flat[item].data_ptr(), address, state.layout.record_bytes)
+        numbers = np.arange(len(pages))
+        self._copy_records(layer, pages, numbers % heads, state.tail, numbers)
+
+    def _copy_records(
+        self,
+        layer: int,
+        pages: np.ndarray,
+        heads: np.ndarray,
+        to: torch.Tensor,
+        places: np.ndarray,
+    ) -> None:
+        """Copy records to places of `to`, numbers of records in it."""
+        num_bytes = self._layers[layer].layout.record_bytes
+        for items, addresses in self.stream(layer, pages, heads):
+            copy_pieces(to.data_ptr() + places[items] * num_bytes, addresses, num_bytes)
 
     def _reorder(self, state: LayerBlocks, chosen: np.ndarray) -> None:
         if len(chosen) and not (chosen.min() >= 0 and chosen.max() < state.batch_size):
@@ -471,6 +522,7 @@ class BlockPool:
         np.subtract.at(self._pages.references, pages, 1)
         dead = np.unique(pages[self._pages.references[pages] == 0])
         if len(dead):
+            self._reads.release(dead)
             if self._inputs is not None:
                 self._inputs.free(dead)
             self._writes.free(layout, dead)

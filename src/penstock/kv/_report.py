@@ -35,8 +35,12 @@ class PoolReport(Report, title="penstock.kv"):
     """Records that were read and were resident."""
     num_misses: int
     """Records that were read and were not."""
+    num_computed: int
+    """Blocks of the misses that were computed from inputs instead of being read."""
     read_bytes: int
-    """Bytes of the misses, read from the tiers below."""
+    """Bytes of the misses and of inputs, read from the tiers below."""
+    unused_bytes: int
+    """Bytes that were read ahead of a layer, and then not used: they are beyond `read_bytes`."""
     written_bytes: int
     """Bytes written to the tiers below; each block at most once."""
     stall_seconds: float

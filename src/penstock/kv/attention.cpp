@@ -43,6 +43,7 @@ constexpr int64_t kTaskTokens = 1024;    // tokens of a task, unless one record 
 constexpr int64_t kValueTokens = 32;     // tokens whose values a first-level cache holds
 constexpr int64_t kAheadBytes = 16384;   // distance of what the second-level cache fetches
 constexpr int64_t kNearBytes = 2048;     // and of what the first-level cache takes from it
+constexpr int64_t kCopyBytes = 1 << 20;  // fewer are copied by one thread
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 // As `_kernel.py` passes it; strides are of elements, that of a token is 1.
@@ -52,8 +53,8 @@ struct Call {
   const int32_t* counts;     // (B, H, num_records)
   const uint8_t* visible;    // or null
   const float* bias;         // or null
-  float* out;                // (B, H, rows, value_dim)
-  float* lse;                // (B, H, rows)
+  float* out;                // (B, H, rows, value_dim): of the parts so far, and with this one
+  float* lse;                // (B, H, rows): the same
   float* record_lse;         // (B, H, rows, num_records), or null
   int64_t batch;
   int64_t num_heads;
@@ -65,6 +66,7 @@ struct Call {
   int64_t value_dim;
   int64_t kind;  // of the records' elements: 0 float, 1 half, 2 bfloat16
   int64_t num_threads;
+  int64_t has_parts;  // whether out and lse hold the result of other records
   int64_t visible_batch, visible_head, visible_token;
   int64_t bias_batch, bias_head, bias_token;  // `bias_head` is that of a query head
   double scale;
@@ -553,14 +555,21 @@ struct Work {
   void merge_row(int64_t head, int64_t row) const {
     const float* first = memory.get() + head * num_splits * task_floats;
     const int64_t maximum = call.num_rows * width + row, total = maximum + call.num_rows;
-    float most = kHidden;
+    const int64_t number = head * call.num_rows + row;
+    const float before = call.has_parts ? call.lse[number] : kHidden;
+    float most = before;
     for (int64_t i = 0; i < num_splits; ++i) {
       const float own = first[i * task_floats + maximum];
       most = own <= most ? most : own;
     }
     const float shift = most == kHidden ? 0.0f : most;
     std::vector<float> merged(width);
-    float sum = 0.0f;
+    // What came before has sums relative to its log-sum-exp: of the weights, 1; of values, `out`.
+    float sum = call.has_parts ? exp_of(before - shift) : 0.0f;
+    if (sum != 0.0f)
+      for (int64_t i = 0; i < call.value_dim; ++i)
+        merged[i / kPair * kPair + place_of<Element>(i % kPair)] =
+            sum * call.out[number * call.value_dim + i];
     for (int64_t i = 0; i < num_splits; ++i) {
       const float* task = first + i * task_floats;
       const float factor = exp_of(task[maximum] - shift);
@@ -568,7 +577,6 @@ struct Work {
       for (int64_t j = 0; j < width; j += kLanes)
         store(&merged[j], load(&merged[j]) + factor * load(task + row * width + j));
     }
-    const int64_t number = head * call.num_rows + row;
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     for (int64_t i = 0; i < call.value_dim; ++i)
       call.out[number * call.value_dim + i] =
@@ -590,11 +598,29 @@ struct Work {
 
 }  // namespace
 
-extern "C" void penstock_attend_records(const char* arguments) {
+// Return whether all counts are from 0 to the tokens of a record; nothing is computed otherwise.
+extern "C" int penstock_attend_records(const char* arguments) {
   const Call& call = *reinterpret_cast<const Call*>(arguments);
+  const int64_t num_counts = call.batch * call.num_heads * call.num_records;
+  uint64_t most = 0;  // of the counts as unsigned numbers, where negative ones are large
+  for (int64_t i = 0; i < num_counts; ++i)
+    most = std::max<uint64_t>(most, static_cast<uint32_t>(call.counts[i]));
+  if (most > static_cast<uint64_t>(call.record_tokens)) return 0;
   switch (call.kind) {
-    case 0: return Work<float>(call).run();
-    case 1: return Work<Half>(call).run();
-    default: return Work<Brain>(call).run();
+    case 0: Work<float>(call).run(); break;
+    case 1: Work<Half>(call).run(); break;
+    default: Work<Brain>(call).run();
   }
+  return 1;
+}
+
+// Copy `count` pieces of memory of the same length.
+extern "C" void penstock_copy_pieces(const int64_t* destinations, const int64_t* sources,
+                                     int64_t num_bytes, int64_t count, int64_t num_threads) {
+  const bool is_small = num_bytes * count < kCopyBytes;
+  parallel(is_small ? 1 : static_cast<int>(num_threads), [&](int64_t thread, int64_t of) {
+    for (int64_t i = count * thread / of; i < count * (thread + 1) / of; ++i)
+      std::memcpy(reinterpret_cast<void*>(destinations[i]),
+                  reinterpret_cast<const void*>(sources[i]), num_bytes);
+  });
 }

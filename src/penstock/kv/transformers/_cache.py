@@ -181,8 +181,8 @@ def cache(
     modules = _find_attention(model)
     if is_pair and keep_inputs:
         raise PenstockError(
-            f"keep_inputs=True: {type(model).__name__} is an encoder-decoder model, whose inputs are "
-            "not kept; leave it out"
+            f"keep_inputs=True: {type(model).__name__} is an encoder-decoder model, of which no "
+            "inputs are kept; leave it out"
         )
     names = {i: f"{name} ({type(module).__name__})" for i, (name, module) in modules.items()}
     inputs = {

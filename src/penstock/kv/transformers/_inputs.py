@@ -120,15 +120,18 @@ class AttentionInputs:
         module = self._module()
         assert module is not None and self._widths is not None
         pieces = inputs.split(list(self._widths.values()), dim=2)
-        arguments: dict[str, Any] = {**self._others, "attention_mask": None}
+        arguments = dict(self._others)
         for (name, number), piece in zip(self._widths, pieces, strict=True):
             tensor = piece.contiguous().unflatten(2, self._shapes[name, number])
             if number < 0:
                 arguments[name] = tensor
             else:
                 arguments[name] = (*arguments.get(name, ()), tensor)
-        for name in _CACHES & self._signature.parameters.keys():
-            arguments[name] = _Taker()
+        for name in self._signature.parameters:
+            if name in _CACHES:
+                arguments[name] = _Taker()
+            elif name == "attention_mask":
+                arguments[name] = None
         try:
             with torch.inference_mode():
                 module.forward(**arguments)

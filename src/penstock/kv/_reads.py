@@ -1,0 +1,331 @@
+"""Reading of records, wherever they are; those of the file in groups that pass through buffers.
+
+Steps that read all blocks read what they read before. While a layer's last groups are attended to,
+and while the model computes what lies between its layers, the first groups of the layer that
+followed it in the last step are read into idle buffers. Whether they are the right ones is found
+when that layer is read, and an error of theirs is raised there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.kv._device import DeviceTier
+from penstock.kv._inputs import ComputedPages, InputPages
+from penstock.kv._kernel import copy_pieces
+from penstock.kv._layout import BlockLayout
+from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
+from penstock.memory import Ledger, Link
+
+Groups = Iterator[tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Records in the order of reading, equal ones beside each other."""
+
+    order: np.ndarray  # numbers among what the caller asked for
+    records: np.ndarray
+    is_new: np.ndarray  # bool: not equal to the one before
+    addresses: np.ndarray  # 0 where they must be read
+
+
+@dataclass(eq=False)
+class _Group:
+    """Distinct records that are in a buffer, one after the other, or on their way there."""
+
+    records: np.ndarray
+    buffer: TransferBuffer
+    computed: ComputedPages | None
+
+
+class _Plan:
+    """Groups of the records of one layer that are read from the file, in their order."""
+
+    def __init__(self, layout: BlockLayout, records: np.ndarray, per_buffer: int) -> None:
+        self.layout = layout
+        self.records = records
+        self.groups: list[_Group] = []
+        self._per_buffer = per_buffer
+        self._num_started = 0
+
+    @property
+    def next_records(self) -> np.ndarray:
+        """Records of the group after those that were started."""
+        return self.records[self._num_started : self._num_started + self._per_buffer]
+
+    def start(self, group: _Group) -> None:
+        """Add a group, whose reads were started."""
+        self.groups.append(group)
+        self._num_started += len(group.records)
+
+    def ends(self) -> np.ndarray:
+        """Return the end of each group, started or not, as numbers of records."""
+        started = np.cumsum([len(group.records) for group in self.groups], dtype=np.int64)
+        others = np.arange(self._num_started, len(self.records), self._per_buffer)
+        return np.append(started, np.minimum(others + self._per_buffer, len(self.records)))
+
+
+class BlockReads:
+    """Reading of records.
+
+    Attributes:
+        num_hits: Records that were resident.
+        num_misses: Records that were not.
+        unused_bytes: Bytes that were read ahead of a layer and then not used.
+    """
+
+    def __init__(
+        self,
+        pages: PageTable,
+        device: DeviceTier,
+        lower: PageTiers,
+        ledger: Ledger,
+        inputs: InputPages | None,
+    ) -> None:
+        self._pages = pages
+        self._device = device
+        self._lower = lower
+        self._ledger = ledger
+        self._inputs = inputs
+        self.num_hits = self.num_misses = self.unused_bytes = 0
+        self._ahead: _Plan | None = None
+        self._last: dict[int, tuple[BlockLayout, np.ndarray]] = {}  # records of layers, as read
+        self._next: dict[int, int] = {}  # the layer that was read after a layer
+        self._layer_before: int | None = None
+
+    def stream(
+        self, layout: BlockLayout, pages: np.ndarray, heads: np.ndarray, *, layer: int | None = None
+    ) -> Groups:
+        """Yield records in groups, each with an address that is valid until the next group.
+
+        Resident records, and those of host memory, are where they lie. The others are read ahead
+        into buffers, and a group ends where one is full.
+
+        Args:
+            layout: Their layout.
+            pages: Page of each record, int64, in the order in which they are wanted.
+            heads: Head of each, int64.
+            layer: Their layer, where the next step is expected to read the same records.
+
+        Yields:
+            Numbers of records (indices into `pages`) and their addresses, both int64.
+        """
+        if not len(pages):
+            return
+        wanted = self._find(layout, pages * layout.num_heads + heads)
+        new = wanted.records[wanted.is_new]
+        if layer is not None:
+            self._note(layer, layout, new)
+        residency = self._device.residency(layout)
+        residency.touch(new)
+        is_resident = wanted.addresses != 0
+        self.num_hits += int((wanted.is_new & is_resident).sum())
+        if is_resident.all():
+            yield wanted.order, wanted.addresses
+            return
+        hits = wanted.records[wanted.is_new & is_resident]
+        residency.pin(hits)  # none of them loses its slot before it was read
+        try:
+            self._find_in_host(layout, wanted)
+            missing = wanted.addresses == 0
+            self.num_misses += len(new) - len(hits)
+            if missing.any():
+                yield from self._stream_missing(layout, wanted, missing, layer)
+            else:
+                yield wanted.order, wanted.addresses
+        finally:
+            residency.release(hits)
+
+    def count_hits(self, layout: BlockLayout, records: np.ndarray) -> None:
+        """Note that distinct records are used that are resident, all of them."""
+        self._device.residency(layout).touch(records)
+        self.num_hits += len(records)
+
+    def release(self, pages: np.ndarray) -> None:
+        """Let no read of pages be under way: they are going to be freed."""
+        ahead = self._ahead
+        if ahead is not None and np.isin(ahead.records // ahead.layout.num_heads, pages).any():
+            self.drop_ahead()
+
+    def drop_ahead(self) -> None:
+        """Forget what was read ahead, with its errors."""
+        ahead, self._ahead = self._ahead, None
+        for group in () if ahead is None else ahead.groups:
+            self._discard(group)
+
+    def _find(self, layout: BlockLayout, records: np.ndarray) -> _Wanted:
+        order = _order_of(records)
+        records = records[order]
+        is_new = np.ones(len(records), dtype=bool)
+        is_new[1:] = records[1:] != records[:-1]
+        return _Wanted(order, records, is_new, self._device.find(layout, records))
+
+    def _find_in_host(self, layout: BlockLayout, wanted: _Wanted) -> None:
+        """Find those missing records that are in host memory, and admit what is worth a slot."""
+        pages, heads = np.divmod(wanted.records, layout.num_heads)
+        host, addresses = self._pages.host[pages], wanted.addresses
+        in_host = (addresses == 0) & (host != 0)
+        if not in_host.any():
+            return
+        addresses[in_host] = (host + heads * layout.record_bytes)[in_host]
+        new = in_host & wanted.is_new
+        # The kernel reads them where they lie: they move, but never enter the device tier.
+        num_bytes = int(new.sum()) * layout.record_bytes
+        self._ledger.record_transfer(Link.HOST_TO_DEVICE, num_bytes, time.perf_counter_ns())
+        places = self._admit(layout, wanted.records[new])
+        there = places != 0
+        copy_pieces(places[there], addresses[new][there], layout.record_bytes)
+
+    def _admit(self, layout: BlockLayout, records: np.ndarray) -> np.ndarray:
+        """Give slots to those missing records that are worth one; return addresses, 0 for none."""
+        admitted, places = self._device.admit(layout, records)
+        found = np.zeros(len(records), dtype=np.int64)
+        if len(admitted):
+            order = np.argsort(records)
+            found[order[np.searchsorted(records[order], admitted)]] = places
+        return found
+
+    def _stream_missing(
+        self, layout: BlockLayout, wanted: _Wanted, missing: np.ndarray, layer: int | None
+    ) -> Groups:
+        """Yield groups, each with a buffer of missing records; the next ones are under way."""
+        self._device.wait()  # what is still being written is not read before
+        is_first = wanted.is_new & missing
+        plan = self._take_plan(layout, wanted.records[is_first])
+        number = np.cumsum(is_first) - 1  # of the missing record that an item is or follows
+        ends, start, item = plan.ends().tolist(), 0, 0
+        item_ends = np.append(np.searchsorted(number, ends[:-1]), len(number)).tolist()
+        places = np.zeros(0, dtype=np.int64)
+        num_done = 0
+        try:
+            places = self._admit(layout, plan.records)  # filled as the records come
+            for i, (end, item_end) in enumerate(zip(ends, item_ends, strict=True)):
+                self._keep_reading(plan, layer)
+                base = self._wait_for(plan.groups[i], layout)
+                some = slice(item, item_end)
+                addresses, absent = wanted.addresses[some], missing[some]
+                addresses[absent] = base + (number[some][absent] - start) * layout.record_bytes
+                self._fill_slots(layout, places[start:end], base)
+                start, item = end, item_end
+                yield wanted.order[some], addresses
+                num_done += 1
+                self._device.give_back(plan.groups[i].buffer)
+            self._keep_reading(plan, layer)
+        finally:
+            for group in plan.groups[num_done:]:
+                self._discard(group)
+            if start < len(plan.records) and places.any():
+                unfilled = plan.records[start:][places[start:] != 0]
+                self._device.drop_records(layout, unfilled)
+
+    def _fill_slots(self, layout: BlockLayout, places: np.ndarray, base: int) -> None:
+        there = np.flatnonzero(places)
+        if len(there):
+            copy_pieces(places[there], base + there * layout.record_bytes, layout.record_bytes)
+
+    def _wait_for(self, group: _Group, layout: BlockLayout) -> int:
+        """Return the address of a group, after it was read and computed."""
+        if group.computed is not None and self._inputs is not None:
+            self._inputs.finish(group.computed, layout, group.buffer)
+        begin_ns = time.perf_counter_ns()
+        group.buffer.wait()
+        self._ledger.record_stall("read", begin_ns, time.perf_counter_ns())
+        self._lower.count_reads(group.buffer)
+        return group.buffer.area.address
+
+    def _discard(self, group: _Group) -> None:
+        """Give a group's buffer back without using what was read."""
+        with contextlib.suppress(Exception):
+            group.buffer.wait()
+        self.unused_bytes += self._lower.count_reads(group.buffer)
+        self._device.give_back(group.buffer)
+
+    def _take_plan(self, layout: BlockLayout, records: np.ndarray) -> _Plan:
+        """Return a plan to read records, some of which were read ahead where they are the same."""
+        plan = _Plan(layout, records, self._per_buffer(layout, records))
+        if self._ahead is not None:
+            groups = self._ahead.groups
+            ahead = np.concatenate([group.records for group in groups])
+            if self._ahead.layout == layout and np.array_equal(records[: len(ahead)], ahead):
+                self._ahead = None
+                for group in groups:
+                    plan.start(group)
+            else:
+                self.drop_ahead()
+        return plan
+
+    def _keep_reading(self, plan: _Plan, layer: int | None) -> None:
+        """Start reads while there are idle buffers: of this layer, then of the next one."""
+        while self._device.num_idle and len(plan.next_records):
+            self._read_group(plan)
+        # One is left to writes, so that they never wait for what is read ahead.
+        if layer is None or self._device.num_idle < 2 or self._device.is_writing:
+            return
+        if self._ahead is None:
+            ahead = self._plan_ahead(layer)
+            if ahead is None:
+                return
+            self._read_group(ahead)
+            self._ahead = ahead
+        while self._device.num_idle > 1 and len(self._ahead.next_records):
+            self._read_group(self._ahead)
+
+    def _read_group(self, plan: _Plan) -> None:
+        records = plan.next_records
+        buffer = self._device.take_buffer()
+        computed = None
+        if self._inputs is not None:
+            computed = self._inputs.start(plan.layout, records, buffer)
+        plan.start(_Group(records, buffer, computed))
+        offsets = np.arange(len(records)) * plan.layout.record_bytes
+        if computed is not None:
+            is_read = np.ones(len(records), dtype=bool)
+            is_read[computed.places] = False
+            records, offsets = records[is_read], offsets[is_read]
+        pages, heads = np.divmod(records, plan.layout.num_heads)
+        self._lower.read(pages, heads, plan.layout, buffer, offsets)
+
+    def _per_buffer(self, layout: BlockLayout, records: np.ndarray) -> int:
+        """Return how many of the records of one layer a buffer holds."""
+        if self._inputs is None:
+            return self._device.buffer_bytes // layout.record_bytes
+        layer = int(self._pages.layer[records[0] // layout.num_heads])
+        return self._inputs.per_buffer(layer, layout, self._device.buffer_bytes)
+
+    def _note(self, layer: int, layout: BlockLayout, records: np.ndarray) -> None:
+        if self._layer_before is not None:
+            self._next[self._layer_before] = layer
+        self._layer_before = layer
+        self._last[layer] = layout, records
+
+    def _plan_ahead(self, layer: int) -> _Plan | None:
+        """Return what the next layer with missing records will read, as far as can be told now."""
+        for _ in range(len(self._next)):
+            following = self._next.get(layer)
+            if following is None:
+                return None
+            layer = following
+            layout, records = self._last[layer]
+            pages = records // layout.num_heads
+            alive = (self._pages.references[pages] > 0) & (self._pages.layer[pages] == layer)
+            if not alive.all():
+                return None
+            is_missing = (self._device.find(layout, records) == 0) & (self._pages.host[pages] == 0)
+            if is_missing.any():
+                records = records[is_missing]
+                return _Plan(layout, records, self._per_buffer(layout, records))
+        return None
+
+
+def _order_of(records: np.ndarray) -> np.ndarray:
+    """Return an order that keeps the first of equal records in place, the others beside it."""
+    if (np.diff(records) > 0).all():
+        return np.arange(len(records))
+    _, first, inverse = np.unique(records, return_index=True, return_inverse=True)
+    return np.argsort(first[inverse], kind="stable")
