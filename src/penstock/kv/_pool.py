@@ -93,8 +93,7 @@ class BlockPool:
         if prefix is not None and not isinstance(prefix, PrefixFile):
             prefix = PrefixFile(os.fspath(prefix))
         self._num_layers = max(num_layers, 0 if prefix is None else len(prefix.layers))
-        is_aligned = store is not None or prefix is not None
-        self._alignment_bytes = DIRECT_IO_BYTES if is_aligned else 64
+        self._alignment_bytes = 64 if store is None and prefix is None else DIRECT_IO_BYTES
         self._failure: BaseException | None = None
         self._closed = False
         self._make_tiers(prefix)
@@ -121,10 +120,8 @@ class BlockPool:
             prefix.check_block_tokens(saved, self.block_tokens)
             state = self._make_layer(saved.layer, saved.layout, len(saved.table))
             take_layer(saved, state, self._pages, self._lower)
-        for layer in self.layers():
-            if hasattr(self.selector_of(layer), "observe"):
-                show_blocks(self, layer, self.selector_of(layer))
-                self._count_selector()
+        show_blocks(self)
+        self._count_selector()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save all tokens to a file, from which other pools begin, also in other processes.
@@ -135,9 +132,7 @@ class BlockPool:
             path: Its name; a file that has it is replaced.
 
         Raises:
-            StoreUnavailableError: The directory is missing, or cannot be written.
-            StoreFullError, StoreWriteError: The file could not be written.
-            StoreReadError, PrefixFileError: Tokens could not be read.
+            StoreError: The file could not be written, or tokens not be read.
         """
         self.check_usable()
         save_pool(self, os.fspath(path), header={}, tensors={})

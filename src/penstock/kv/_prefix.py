@@ -84,8 +84,15 @@ def take_layer(saved: SavedLayer, state: LayerBlocks, pages: PageTable, lower: P
     values[:, :, : state.num_tail] = saved.tail_values
 
 
-def show_blocks(pool: BlockPool, layer: int, selector: Any) -> None:
-    """Show all full blocks of a layer to its selector, as a prefill would have."""
+def show_blocks(pool: BlockPool) -> None:
+    """Show all full blocks to the selectors of their layers, as a prefill would have."""
+    for layer in pool.layers():
+        selector = pool.selector_of(layer)
+        if hasattr(selector, "observe"):
+            _show_layer(pool, layer, selector)
+
+
+def _show_layer(pool: BlockPool, layer: int, selector: Any) -> None:
     layout, num_blocks = pool.layout(layer), pool.num_blocks(layer)
     shape = pool.batch_size(layer), layout.num_heads
     block_bytes = shape[0] * shape[1] * layout.key_items * layout.dtype.itemsize

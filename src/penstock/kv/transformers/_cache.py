@@ -248,11 +248,27 @@ class PooledEncoderDecoderCache(EncoderDecoderCache):
         self._own._save(os.fspath(path), tokens, attention_mask, self._cross.get_seq_length())
 
     def check_prompt(
-        self, tokens: torch.Tensor | None, attention_mask: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
     ) -> None:
-        """Raise an error as `PooledCache.check_prompt` does, for tokens of the decoder."""
+        """Raise an error as `PooledCache.check_prompt` does, for tokens of the decoder.
+
+        Args:
+            tokens: The decoder's tokens from the first on, `(B, m)`.
+            attention_mask: The encoder's mask.
+            decoder_attention_mask: The mask of `tokens`, without which `generate` of Transformers
+                takes them for new ones; a longer one says that they are.
+        """
         if self._own.prefix_tokens is not None:
-            check_prompt(self._own.prefix_tokens, self._own.get_seq_length(), tokens, None)
+            if decoder_attention_mask is None and tokens is not None:
+                raise ValueError(
+                    "generate takes decoder_input_ids without a mask for new tokens behind the "
+                    "cache's; pass decoder_attention_mask=torch.ones_like(decoder_input_ids)"
+                )
+            length = self._own.get_seq_length()
+            check_prompt(self._own.prefix_tokens, length, tokens, decoder_attention_mask)
         if self._cross.prefix_attention_mask is not None:
             check_mask(self._cross.prefix_attention_mask, attention_mask)
 

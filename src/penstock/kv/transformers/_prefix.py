@@ -206,11 +206,12 @@ def watch_prompts(model: PreTrainedModel) -> None:
         check: Any = getattr(options.get("past_key_values"), "check_prompt", None)
         is_pair = bool(self.config.is_encoder_decoder)
         if check is not None and (is_pair or options.get("inputs_embeds") is None):
-            tokens = options.get("input_ids", args[0] if args else options.get("inputs"))
-            check(
-                options.get("decoder_input_ids") if is_pair else tokens,
-                options.get("attention_mask"),
-            )
+            mask = options.get("attention_mask")
+            if is_pair:
+                own = options.get("decoder_input_ids"), mask, options.get("decoder_attention_mask")
+                check(*own)
+            else:
+                check(options.get("input_ids", args[0] if args else options.get("inputs")), mask)
         return inner(self, *args, **options)
 
     generate.__dict__["watches_prompts"] = True
