@@ -58,6 +58,18 @@ class GraphFileError(PenstockError):
     """A saved step graph or plan is damaged, of another version, or belongs to another model."""
 
 
+class PrefixFileError(PenstockError):
+    """A file of saved keys and values is damaged, of another version or of another model.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 class PlanError(PenstockError):
     """A plan breaks a rule, so that executing it would give wrong results.
 

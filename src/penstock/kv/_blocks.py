@@ -51,6 +51,22 @@ class LayerBlocks:
         """Bytes of the tail."""
         return self.tail.numel() * self.layout.dtype.itemsize
 
+    def check_crop(self, layer: int, num_tokens: int) -> None:
+        """Raise `ValueError` if the tail of so many tokens would be of a block that was dropped."""
+        block, num_tail = divmod(num_tokens, self.layout.block_tokens)
+        if block < self.num_blocks and num_tail and (self.table[:, block] < 0).any():
+            raise ValueError(
+                f"layer {layer} keeps a window only, which block {block} has left; call "
+                "activate_past_recording() before the tokens that are to be taken back"
+            )
+
+    def check_reorder(self, chosen: np.ndarray) -> None:
+        """Raise `IndexError` if a number of a sequence is none."""
+        if len(chosen) and not (chosen.min() >= 0 and chosen.max() < self.batch_size):
+            raise IndexError(
+                f"index must name sequences of [0, {self.batch_size}); got {chosen.tolist()}"
+            )
+
 
 class BlockWrites:
     """Storing of full blocks: in free slots of the device tier, the others below."""

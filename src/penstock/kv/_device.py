@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, InfeasibleError
 from penstock.kv._areas import SlotMemory
 from penstock.kv._layout import BlockLayout
 from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
@@ -79,6 +79,18 @@ class DeviceTier:
         """Return how many more records the budget has room for."""
         used_bytes = self._slot_bytes + self.staging_bytes + self.selector_bytes
         return max(0, self.budget_bytes - used_bytes) // layout.record_bytes
+
+    def check_budget(self, layout: BlockLayout, num_layers: int) -> None:
+        """Raise `InfeasibleError` if the budget is below one block per layer."""
+        least = num_layers * layout.page_bytes
+        if self.budget_bytes < least:
+            raise InfeasibleError(
+                f"device_memory={format_bytes(self.budget_bytes)} is below one block per layer, "
+                f"{format_bytes(least)} for {num_layers} layers of blocks of "
+                f"{layout.block_tokens} tokens; raise device_memory or lower block_tokens",
+                minimum_device_bytes=least,
+                proved=True,
+            )
 
     def set_selector_bytes(self, num_bytes: int) -> None:
         """Count the bytes that a selector keeps; records make room for them.

@@ -9,6 +9,8 @@ import torch
 
 from penstock.memory.pages import round_up
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -51,10 +53,14 @@ class BlockLayout:
         return self.block_tokens * self.value_dim
 
     @cached_property
+    def used_bytes(self) -> int:
+        """Bytes of a record without its padding."""
+        return (self.key_items + self.value_items) * self.dtype.itemsize
+
+    @cached_property
     def record_bytes(self) -> int:
         """Bytes of a record on every tier."""
-        items = self.key_items + self.value_items
-        return round_up(items * self.dtype.itemsize, self.alignment_bytes)
+        return round_up(self.used_bytes, self.alignment_bytes)
 
     @cached_property
     def record_items(self) -> int:
@@ -65,6 +71,27 @@ class BlockLayout:
     def page_bytes(self) -> int:
         """Bytes of a page on every tier."""
         return self.num_heads * self.record_bytes
+
+    @classmethod
+    def of(
+        cls, keys: torch.Tensor, values: torch.Tensor, block_tokens: int, alignment_bytes: int
+    ) -> BlockLayout:
+        """Return the layout for keys and values `(B, H, n, dim)`.
+
+        Raises:
+            ValueError: Their shapes or dtypes do not fit each other.
+            TypeError: The dtype is none of those that are supported.
+        """
+        if keys.shape[:3] != values.shape[:3] or keys.dim() != 4 or keys.dtype != values.dtype:
+            raise ValueError(
+                "keys and values must have shapes (B, H, n, dim) that differ in dim only, and one "
+                f"dtype; got {tuple(keys.shape)} {keys.dtype} and {tuple(values.shape)} "
+                f"{values.dtype}"
+            )
+        if keys.dtype not in _DTYPES:
+            raise TypeError(f"keys must be one of {_DTYPES}; got {keys.dtype}")
+        dims = keys.shape[3], values.shape[3]
+        return cls(keys.shape[1], block_tokens, *dims, keys.dtype, alignment_bytes)
 
     def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View records as their keys and values.

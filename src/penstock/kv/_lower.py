@@ -19,6 +19,7 @@ from penstock.errors import CapacityError
 from penstock.kv._areas import Area, SlotMemory
 from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
+from penstock.kv._prefix_file import PrefixFile, PrefixRecords, SavedLayer
 from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, Tier
 from penstock.units import format_bytes
 
@@ -60,12 +61,20 @@ class TransferBuffer:
 
 @dataclass(eq=False)
 class Segment:
-    """Pages that lie one after the other in the file."""
+    """Pages that lie one after the other in the file.
 
-    extent: Extent
+    Those of a prefix file have no extent: they are read from it, and never written or given back.
+    """
+
+    extent: Extent | PrefixRecords
     num_pages: int
     num_taken: int = 0
     num_live: int = 0
+
+    @property
+    def is_prefix(self) -> bool:
+        """True for pages of a prefix file."""
+        return isinstance(self.extent, PrefixRecords)
 
 
 class PageTable:
@@ -130,6 +139,11 @@ class PageTiers:
         ledger: Account of bytes.
         host_bytes: The most bytes of host memory; None: no limit.
         store: Directory of the file; None: no file.
+        prefix: A further file, whose pages are only read; closed with the others.
+
+    Attributes:
+        prefix_bytes: Bytes of the pages in use that are in the prefix file.
+        failure: Error of a write, whose tokens are lost.
     """
 
     def __init__(
@@ -138,6 +152,7 @@ class PageTiers:
         ledger: Ledger,
         host_bytes: int | None,
         store: FileStore | str | None,
+        prefix: PrefixFile | None = None,
     ) -> None:
         self._pages = pages
         self._ledger = ledger
@@ -149,12 +164,26 @@ class PageTiers:
         self._open_segments: dict[int, tuple[int, Segment]] = {}  # by layer
         self._num_segments = 0
         self._threads: ThreadPoolExecutor | None = None
-        self.failure: BaseException | None = None  # of a write: its tokens are lost
+        self._prefix = prefix
+        self.prefix_bytes = 0
+        self.failure: BaseException | None = None
 
     @property
     def has_file(self) -> bool:
-        """True where there is a file below."""
-        return self._file is not None
+        """True where there is a file below, that of a prefix included."""
+        return self._file is not None or self._prefix is not None
+
+    def take_prefix(self, saved: SavedLayer) -> np.ndarray:
+        """Return new pages that are a layer's pages of the prefix file, one after the other."""
+        assert saved.records is not None
+        pages = self._pages.take(saved.num_pages, saved.layer)
+        self._num_segments += 1
+        number, num_pages = self._num_segments, len(pages)
+        self._segments[number] = Segment(saved.records, num_pages, num_pages, num_pages)
+        self._pages.segment[pages] = number
+        self._pages.place[pages] = np.arange(num_pages)
+        self.prefix_bytes += num_pages * saved.layout.page_bytes
+        return pages
 
     def host_view(self, page: int, layout: BlockLayout) -> torch.Tensor | None:
         """Take room for a page in host memory, to be filled at once.
@@ -263,7 +292,10 @@ class PageTiers:
             self._pages.segment[page] = -1
             segment = self._segments[number]
             segment.num_live -= 1
-            self._ledger.add(Tier.FILE, -layout.page_bytes)
+            if segment.is_prefix:
+                self.prefix_bytes -= layout.page_bytes
+            else:
+                self._ledger.add(Tier.FILE, -layout.page_bytes)
             if segment.num_live == 0 and segment.num_taken == segment.num_pages:
                 self._drop(number)
 
@@ -273,6 +305,8 @@ class PageTiers:
             self._threads.shutdown(wait=True, cancel_futures=True)
         if self._file is not None:
             self._file.close()
+        if self._prefix is not None:
+            self._prefix.close()
 
     def check_file(self) -> None:
         """Raise an error if there is no file for what host memory has no room for."""
@@ -321,7 +355,8 @@ class PageTiers:
 
     def _drop(self, number: int) -> None:
         segment = self._segments.pop(number, None)
-        if segment is not None and self._file is not None:
+        if segment is not None and isinstance(segment.extent, Extent):
+            assert self._file is not None
             self._file.free(segment.extent)
 
     def _submit(self, function: Callable[..., None], *args: object) -> Future[None]:
@@ -329,8 +364,10 @@ class PageTiers:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-kv")
         return self._threads.submit(function, *args)
 
-    def _write(self, extent: Extent, address: int, num_bytes: int, begin: int) -> None:
-        assert self._file is not None
+    def _write(
+        self, extent: Extent | PrefixRecords, address: int, num_bytes: int, begin: int
+    ) -> None:
+        assert self._file is not None and isinstance(extent, Extent)
         start_ns = time.perf_counter_ns()
         try:
             self._file.write(extent, address, num_bytes, begin)
@@ -340,9 +377,17 @@ class PageTiers:
         self._ledger.record_transfer(Link.DEVICE_TO_FILE, num_bytes, start_ns)
 
     def _read(
-        self, buffer: TransferBuffer, extent: Extent, address: int, num_bytes: int, begin: int
+        self,
+        buffer: TransferBuffer,
+        extent: Extent | PrefixRecords,
+        address: int,
+        num_bytes: int,
+        begin: int,
     ) -> None:
-        assert self._file is not None
         start_ns = time.perf_counter_ns()
-        self._file.read(extent, address, num_bytes, begin)
+        if isinstance(extent, PrefixRecords):
+            extent.read(begin, address, num_bytes)
+        else:
+            assert self._file is not None
+            self._file.read(extent, address, num_bytes, begin)
         buffer.reads.append((num_bytes, start_ns, time.perf_counter_ns()))

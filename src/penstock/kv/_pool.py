@@ -6,28 +6,30 @@ The newest, unfinished block of every sequence (the tail) never leaves the devic
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.errors import InfeasibleError, PenstockError
+from penstock.errors import PenstockError, PrefixFileError, StoreReadError
 from penstock.kv._blocks import BlockWrites, LayerBlocks
 from penstock.kv._device import DeviceTier
 from penstock.kv._inputs import InputPages, Recompute
 from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
 from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._prefix import save_pool, show_blocks, take_layer
+from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._reads import BlockReads
 from penstock.kv._report import PoolReport
 from penstock.kv._resident import ResidentLayer
 from penstock.kv._selector import name_of, resolve_selector
 from penstock.memory import FileStore, Ledger, Link, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
-from penstock.units import format_bytes, parse_bytes
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from penstock.units import parse_bytes
 
 
 class BlockPool:
@@ -56,10 +58,15 @@ class BlockPool:
             inputs `(k, T, width)` keys `(k, H, T, key_dim)` and values. With it `append` takes
             inputs, which are kept below, and blocks that are missing are computed where that is
             faster than to read them from the file. None: they are always read.
+        prefix: File that `save` wrote, with whose tokens the pool begins; they stay in it, and are
+            read when they are needed. Selectors that keep something of the keys read them once.
 
     Raises:
         ValueError, TypeError: A size is none, or the device is not the CPU.
-        StoreUnavailableError: The directory cannot be used.
+        StoreUnavailableError: The directory, or the prefix file, cannot be used.
+        PrefixFileError: The prefix file is none, damaged, of a newer version, or of blocks of
+            another length.
+        InfeasibleError: The budget is below one block per layer of the prefix file.
     """
 
     def __init__(
@@ -74,6 +81,7 @@ class BlockPool:
         selector: object = "all",
         selected_layers: Collection[int] | None = None,
         recompute: Recompute | None = None,
+        prefix: PrefixFile | str | os.PathLike[str] | None = None,
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ValueError(f"device must be 'cpu', the only one that is supported; got {device}")
@@ -83,25 +91,64 @@ class BlockPool:
         self._selector = resolve_selector(selector)
         self._selected_layers = selected_layers
         self.ledger = Ledger()
-        self._num_layers = num_layers
-        self._alignment_bytes = 64 if store is None else DIRECT_IO_BYTES
         self._layers: dict[int, LayerBlocks] = {}
         self._resident: dict[int, ResidentLayer] = {}
-        self._pages = PageTable()
-        budget_bytes = parse_bytes(device_memory, name="device_memory")
-        host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
+        self._recompute = recompute
+        self._budget_bytes = parse_bytes(device_memory, name="device_memory")
         if host_memory is None and store is not None:
-            host_bytes = 0
-        self._lower = PageTiers(self._pages, self.ledger, host_bytes, store)
-        self._device = DeviceTier(
-            budget_bytes, self._pages, self._lower, self.ledger, half_life=64 * num_layers
-        )
-        tiers = self._pages, self._device, self._lower
-        self._writes = BlockWrites(*tiers)
-        self._inputs = None if recompute is None else InputPages(*tiers, self.ledger, recompute)
-        self._reads = BlockReads(*tiers, self.ledger, self._inputs)
+            host_memory = 0
+        host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
+        self._host_bytes = host_bytes
+        self._store = store
+        if prefix is not None and not isinstance(prefix, PrefixFile):
+            prefix = PrefixFile(os.fspath(prefix))
+        self._num_layers = max(num_layers, 0 if prefix is None else len(prefix.layers))
+        self._alignment_bytes = 64 if store is None and prefix is None else DIRECT_IO_BYTES
         self._failure: BaseException | None = None
         self._closed = False
+        self._make_tiers(prefix)
+        if prefix is not None:
+            try:
+                self._begin_with(prefix)
+            except BaseException:
+                self.close()
+                raise
+
+    def _make_tiers(self, prefix: PrefixFile | None) -> None:
+        """Make the tiers, with nothing in them."""
+        self._pages = pages = PageTable()
+        self._lower = lower = PageTiers(pages, self.ledger, self._host_bytes, self._store, prefix)
+        self._device = device = DeviceTier(
+            self._budget_bytes, pages, lower, self.ledger, half_life=64 * self._num_layers
+        )
+        self._writes = BlockWrites(pages, device, lower)
+        self._inputs = None
+        if self._recompute is not None:
+            self._inputs = InputPages(pages, device, lower, self.ledger, self._recompute)
+        self._reads = BlockReads(pages, device, lower, self.ledger, self._inputs)
+
+    def _begin_with(self, prefix: PrefixFile) -> None:
+        """Take over the layers of a prefix file, of which no record is read for that."""
+        for saved in prefix.layers:
+            prefix.check_block_tokens(saved, self.block_tokens)
+            state = self._make_layer(saved.layer, saved.layout, len(saved.table), None)
+            take_layer(saved, state, self._pages, self._lower)
+        show_blocks(self)
+        self._count_selector()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save all tokens to a file, from which other pools begin, also in other processes.
+
+        The file appears when it is complete; a full disk, an error or SIGKILL leaves none.
+
+        Args:
+            path: Its name; a file that has it is replaced.
+
+        Raises:
+            StoreError: The file could not be written, or tokens not be read.
+        """
+        self.check_usable()
+        save_pool(self, os.fspath(path), header={}, tensors={})
 
     def layers(self) -> list[int]:
         """Return the numbers of the layers that were appended to."""
@@ -167,13 +214,10 @@ class BlockPool:
             )
         state = self._layer_for(layer, keys, values, inputs)
         num_before = state.num_tokens
-        try:
+        with self._change():
             self._append(layer, state, keys, values, keep_from)
             if inputs is not None and self._inputs is not None:
                 self._inputs.append(layer, state.table, inputs, num_before)
-        except BaseException as error:
-            self._failure = error
-            raise
 
     def crop(self, num_tokens: int, layers: list[int] | None = None) -> None:
         """Keep the first tokens of every sequence and forget the others.
@@ -191,7 +235,9 @@ class BlockPool:
         for layer in self.layers() if layers is None else layers:
             state = self._layers.get(layer)
             if state is not None and num_tokens < state.num_tokens:
-                self._crop(layer, state, num_tokens)
+                state.check_crop(layer, num_tokens)
+                with self._change():
+                    self._crop(layer, state, num_tokens)
         self._tell_selector("crop", layers, num_tokens // self.block_tokens)
 
     def reorder(self, index: torch.Tensor, layers: list[int] | None = None) -> None:
@@ -209,9 +255,11 @@ class BlockPool:
         for layer in self.layers() if layers is None else layers:
             state = self._layers.get(layer)
             if state is not None:
-                self._reorder(state, chosen)
-                if self._inputs is not None:
-                    self._inputs.reorder(layer, chosen)
+                state.check_reorder(chosen)
+                with self._change():
+                    self._reorder(state, chosen)
+                    if self._inputs is not None:
+                        self._inputs.reorder(layer, chosen)
         self._tell_selector("reorder", layers, index)
 
     def repeat(self, repeats: int, layers: list[int] | None = None) -> None:
@@ -233,25 +281,59 @@ class BlockPool:
         state = self._layers.get(layer)
         if state is not None:
             end = min(max(0, token // self.block_tokens), state.num_blocks)
-            self._release(state.layout, state.table[:, :end])
-            state.table[:, :end] = -1
+            with self._change():
+                self._release(state.layout, state.table[:, :end])
+                state.table[:, :end] = -1
 
     def reset(self, layers: list[int] | None = None) -> None:
-        """Forget all tokens."""
+        """Forget all tokens.
+
+        Args:
+            layers: Layers to reset; None: all. After a failure all are reset.
+        """
         self._check_open()
-        self._device.settle()
-        self._failure = self._lower.failure = None
-        for layer in self.layers() if layers is None else layers:
-            state = self._layers.pop(layer, None)
-            if state is not None:
-                self._release(state.layout, state.table)
-                self.ledger.add(Tier.DEVICE, -state.tail_bytes)
-                if self._inputs is not None:
-                    self._inputs.reset(layer)
-        self._tell_selector("crop", layers, 0)
-        if not self._layers:
-            self._device.set_selector_bytes(int(getattr(self._selector, "nbytes", 0)))
-            self._device.restart()
+        with self._change():
+            if self._failure is not None or self._lower.failure is not None:
+                self._start_anew()
+            self._device.settle()
+            for layer in self.layers() if layers is None else layers:
+                state = self._layers.pop(layer, None)
+                if state is not None:
+                    self._release(state.layout, state.table)
+                    self.ledger.add(Tier.DEVICE, -state.tail_bytes)
+                    if self._inputs is not None:
+                        self._inputs.reset(layer)
+            self._tell_selector("crop", layers, 0)
+            if not self._layers:
+                self._count_selector()
+                self._device.restart()
+
+    def _start_anew(self) -> None:
+        """Make the tiers anew: what a failure or an interrupt left in them is in doubt."""
+        self._reads.drop_ahead()
+        self._lower.close()
+        self._layers.clear()
+        self._resident.clear()
+        for tier in Tier:
+            self.ledger.add(tier, -self.ledger.resident(tier))
+        counts = self._reads.num_hits, self._reads.num_misses
+        self._make_tiers(None)
+        self._reads.num_hits, self._reads.num_misses = counts
+        self._tell_selector("crop", None, 0)
+        self._failure = None
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        """Refuse all use after a change that ended in its middle, by an error or an interrupt."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _count_selector(self) -> None:
+        """Count the bytes that the selector keeps."""
+        self._device.set_selector_bytes(int(getattr(self._selector, "nbytes", 0)))
 
     def keys_of(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Return the keys of full blocks, wherever they are.
@@ -280,8 +362,14 @@ class BlockPool:
 
         `is_repeated` says that the next step is expected to read the same records of the layer.
         """
-        repeated = layer if is_repeated else None
-        return self._reads.stream(self._layers[layer].layout, pages, heads, layer=repeated)
+        repeated, layout = layer if is_repeated else None, self._layers[layer].layout
+        try:
+            yield from self._reads.stream(layout, pages, heads, layer=repeated)
+        except (GeneratorExit, StoreReadError, PrefixFileError):
+            raise  # nothing that was not read has been given a slot
+        except BaseException as error:
+            self._failure = error
+            raise
 
     @property
     def is_moving(self) -> bool:
@@ -324,6 +412,7 @@ class BlockPool:
             + (0 if self._inputs is None else self._inputs.tail_bytes),
             host_bytes=self.ledger.resident(Tier.HOST),
             file_bytes=self.ledger.resident(Tier.FILE),
+            prefix_bytes=self._lower.prefix_bytes,
             num_hits=self._reads.num_hits,
             num_misses=self._reads.num_misses,
             num_computed=0 if self._inputs is None else self._inputs.num_computed,
@@ -346,7 +435,8 @@ class BlockPool:
         failure = self._failure or self._lower.failure
         if failure is not None:
             raise PenstockError(
-                f"this pool lost tokens when a tier failed ({failure}); reset it, or make a new one"
+                f"this pool lost tokens when a tier failed, or a call was interrupted "
+                f"({failure!r}); reset it, or make a new one"
             ) from failure
 
     def _tell_selector(self, event: str, layers: list[int] | None, value: object) -> None:
@@ -363,20 +453,7 @@ class BlockPool:
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, inputs: torch.Tensor | None
     ) -> LayerBlocks:
         """Return the blocks of a layer, made where they are not there, for keys that fit them."""
-        if keys.shape[:3] != values.shape[:3] or keys.dim() != 4 or keys.dtype != values.dtype:
-            raise ValueError(
-                "keys and values must have shapes (B, H, n, dim) that differ in dim only, and one "
-                f"dtype; got {tuple(keys.shape)} {keys.dtype} and {tuple(values.shape)} "
-                f"{values.dtype}"
-            )
-        layout = BlockLayout(
-            keys.shape[1],
-            self.block_tokens,
-            keys.shape[3],
-            values.shape[3],
-            keys.dtype,
-            self._alignment_bytes,
-        )
+        layout = BlockLayout.of(keys, values, self.block_tokens, self._alignment_bytes)
         state = self._layers.get(layer)
         if state is None:
             return self._make_layer(layer, layout, keys.shape[0], inputs)
@@ -390,17 +467,7 @@ class BlockPool:
     def _make_layer(
         self, layer: int, layout: BlockLayout, batch_size: int, inputs: torch.Tensor | None
     ) -> LayerBlocks:
-        if layout.dtype not in _DTYPES:
-            raise TypeError(f"keys must be one of {_DTYPES}; got {layout.dtype}")
-        least = self._num_layers * layout.page_bytes
-        if self._device.budget_bytes < least:
-            raise InfeasibleError(
-                f"device_memory={format_bytes(self._device.budget_bytes)} is below one block per "
-                f"layer, {format_bytes(least)} for {self._num_layers} layers of blocks of "
-                f"{self.block_tokens} tokens; raise device_memory or lower block_tokens",
-                minimum_device_bytes=least,
-                proved=True,
-            )
+        self._device.check_budget(layout, self._num_layers)
         input_bytes = 0
         if self._inputs is not None and inputs is not None:
             self._inputs.add_layer(layer, layout, inputs)
@@ -463,7 +530,7 @@ class BlockPool:
         if hasattr(selector, "observe"):
             shape = (num_blocks, self.block_tokens)
             selector.observe(layer, first_block, keys.unflatten(2, shape))
-            self._device.set_selector_bytes(int(getattr(selector, "nbytes", 0)))
+            self._count_selector()
 
     def _crop(self, layer: int, state: LayerBlocks, num_tokens: int) -> None:
         num_blocks, num_tail = divmod(num_tokens, self.block_tokens)
@@ -478,16 +545,9 @@ class BlockPool:
 
     def _load_tail(self, layer: int, state: LayerBlocks, block: int) -> None:
         """Copy a full block to the tail, which it becomes again."""
-        column = state.table[:, block]
-        if (column < 0).any():
-            raise ValueError(
-                f"layer {layer} keeps a window only, which block {block} has left; call "
-                "activate_past_recording() before the tokens that are to be taken back"
-            )
-        heads = state.layout.num_heads
-        pages = column.repeat(heads)
-        numbers = np.arange(len(pages))
-        self._copy_records(layer, pages, numbers % heads, state.tail, numbers)
+        pages = state.table[:, block].repeat(state.layout.num_heads)
+        places = np.arange(len(pages))
+        self._copy_records(layer, pages, places % state.layout.num_heads, state.tail, places)
 
     def _copy_records(
         self,
@@ -503,10 +563,6 @@ class BlockPool:
             copy_pieces(to.data_ptr() + places[items] * num_bytes, addresses, num_bytes)
 
     def _reorder(self, state: LayerBlocks, chosen: np.ndarray) -> None:
-        if len(chosen) and not (chosen.min() >= 0 and chosen.max() < state.batch_size):
-            raise IndexError(
-                f"index must name sequences of [0, {state.batch_size}); got {chosen.tolist()}"
-            )
         old, old_bytes = state.table, state.tail_bytes
         state.table = old[chosen]
         np.add.at(self._pages.references, state.table[state.table >= 0], 1)

@@ -31,6 +31,8 @@ class PoolReport(Report, title="penstock.kv"):
     """Bytes in host memory below."""
     file_bytes: int
     """Bytes in the file below."""
+    prefix_bytes: int
+    """Bytes of blocks in use that are in the prefix file that the pool began with."""
     num_hits: int
     """Records that were read and were resident."""
     num_misses: int

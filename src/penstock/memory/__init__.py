@@ -14,6 +14,7 @@ from penstock.memory._signals import deferred_signals, interruptible, uninterrup
 from penstock.memory._staging import StagingBuffer, StagingPool
 from penstock.memory._store import RAM_FILESYSTEMS, FileStore, filesystem_type
 from penstock.memory._transfers import Throttle
+from penstock.memory._whole_file import NewFile, WholeFile
 
 if TYPE_CHECKING:
     from penstock.memory._cpu_allocator import CachingAllocator
@@ -38,6 +39,7 @@ __all__ = [
     "Link",
     "LinkProfile",
     "MachineProfile",
+    "NewFile",
     "Span",
     "StagingBuffer",
     "StagingPool",
@@ -46,6 +48,7 @@ __all__ = [
     "Tier",
     "TierProfile",
     "Timeline",
+    "WholeFile",
     "available_ram",
     "deferred_signals",
     "filesystem_type",

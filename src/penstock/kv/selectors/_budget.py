@@ -36,6 +36,9 @@ class BudgetSelector:
             blocks exceed `num_blocks`. (A share that holds less than these holds just these.)
     """
 
+    reads_keys = True
+    """Whether `observe` looks at the numbers of the keys, and not only at their shape."""
+
     def __init__(
         self,
         *,

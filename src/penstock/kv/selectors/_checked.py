@@ -50,6 +50,11 @@ class CheckedSelector:
         return self._name
 
     @property
+    def reads_keys(self) -> bool:
+        """True where the user's selector is shown keys."""
+        return hasattr(self._selector, "observe")
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the user's selector says it keeps on the device."""
         return int(getattr(self._selector, "nbytes", 0))

@@ -24,6 +24,8 @@ class Window(BudgetSelector):
         section 3.
     """
 
+    reads_keys = False
+
     def __init__(
         self, *, num_blocks: int | None = None, share: float | None = None, num_sinks: int = 1
     ) -> None:
@@ -55,6 +57,8 @@ class Accumulated(BudgetSelector):
     Source:
         Zhao, Wu, Wang: ALISA, arXiv:2403.17312, section IV-A (sparse window attention).
     """
+
+    reads_keys = False
 
     def __init__(
         self,

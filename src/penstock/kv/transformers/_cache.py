@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +22,28 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.errors import PenstockError
 from penstock.kv._pool import BlockPool
+from penstock.kv._prefix import save_pool
+from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._report import PoolReport
 from penstock.kv.transformers._attention import attend_interface
 from penstock.kv.transformers._inputs import AttentionInputs
 from penstock.kv.transformers._layer import PooledLayer
 from penstock.kv.transformers._mask import make_range_mask
+from penstock.kv.transformers._prefix import (
+    check_mask,
+    check_model,
+    check_prompt,
+    check_tokens,
+    describe_model,
+    unwatch_prompts,
+    watch_prompts,
+)
 from penstock.memory import FileStore
 
 IMPLEMENTATION = "penstock_kv"
 """Name of the attention implementation in Transformers' registries."""
 
+_OF_PREFIX = ("prefix_tokens", "prefix_attention_mask")
 _FULL = {"full_attention"}
 _SLIDING = {"sliding_attention", "chunked_attention"}
 
@@ -41,26 +55,129 @@ class PooledCache(Cache):
 
     Attributes:
         pool: The pool.
+        prefix_tokens: Tokens of the prefix that the cache began with, int64 `(B, n)`; None where
+            there is no prefix, or where it was saved without them.
+        prefix_attention_mask: Its attention mask, int64 `(B, n)` or None.
     """
 
     def __init__(self, layers: list[Any], pool: BlockPool) -> None:
         super().__init__(layers=layers)
         self.pool = pool
+        self.prefix_tokens: torch.Tensor | None = None
+        self.prefix_attention_mask: torch.Tensor | None = None
+        self._model: weakref.ref[PreTrainedModel] | None = None
         self._release: weakref.finalize | None = None
+        pooled = [layer for layer in layers if isinstance(layer, PooledLayer)]
+        for layer in pooled:
+            layer.siblings = pooled
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence i a copy of sequence `beam_idx[i]`, in all layers."""
         self.pool.reorder(beam_idx, self._flush())
+        self._select_prefix(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make every sequence `repeats` sequences, one after the other."""
         self.pool.repeat(repeats, self._flush())
+        for name in _OF_PREFIX:
+            if (kept := getattr(self, name)) is not None:
+                setattr(self, name, kept.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences `indices`, numbers or a bool mask."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self.pool.reorder(indices, self._flush())
+        self._select_prefix(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, a negative number or 0."""
+        super().crop(tokens_to_remove)
+        for name in _OF_PREFIX:
+            if (kept := getattr(self, name)) is not None:
+                setattr(self, name, kept[:, : self.get_seq_length()])
+
+    def reset(self) -> None:
+        """Forget all tokens, those of a prefix included."""
+        super().reset()
+        self.prefix_tokens = self.prefix_attention_mask = None
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokens: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> None:
+        """Save what the cache holds, to be the prefix of other caches, also in other processes.
+
+        The file appears when it is complete; a full disk, an error or SIGKILL leaves none.
+
+        Example:
+            >>> model(input_ids=tokens, past_key_values=cache)  # doctest: +SKIP
+            >>> cache.save("prefix.kv", tokens=tokens)  # doctest: +SKIP
+            >>> cache = penstock.kv.cache(model, device_memory="2GiB", prefix="prefix.kv")
+            ... # doctest: +SKIP
+
+        Args:
+            path: Its name; a file that has it is replaced.
+            tokens: Tokens of the cache, whole numbers `(B, n)` from the first on; further ones
+                are left out. Prompts are compared with them, which would else be wrong in silence.
+            attention_mask: Their mask `(B, n)`, where there is padding.
+
+        Raises:
+            ValueError: The cache holds nothing, or the tokens or the mask are not of it.
+            StoreUnavailableError: The directory is missing, or cannot be written.
+            StoreFullError, StoreWriteError: The file could not be written.
+            PenstockError: The cache cannot be used, or tokens could not be read.
+        """
+        self._save(os.fspath(path), tokens, attention_mask, self.get_seq_length())
+
+    def _save(
+        self,
+        path: str,
+        tokens: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        mask_tokens: int,
+    ) -> None:
+        """Save, with a mask of `mask_tokens` tokens."""
+        self.pool.check_usable()
+        layers = self._flush()
+        num_tokens = self.get_seq_length()
+        if not num_tokens:
+            raise ValueError("the cache holds no tokens to save; run the model with it before")
+        self._check_whole()
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise PenstockError("the model of this cache is gone; save while it is there")
+        batch_size = self.pool.batch_size(layers[0])
+        if tokens is not None:
+            tokens = check_tokens("tokens", tokens, batch_size, num_tokens)
+        if mask is not None:
+            mask = check_tokens("attention_mask", mask, batch_size, mask_tokens)
+        save_pool(
+            self.pool,
+            path,
+            header={"model": describe_model(model)},
+            tensors={"prefix_tokens": tokens, "prefix_attention_mask": mask},
+        )
+
+    def check_prompt(
+        self, tokens: torch.Tensor | None, attention_mask: torch.Tensor | None = None
+    ) -> None:
+        """Raise an error if a prompt does not go on from the cache's prefix, as `generate` does.
+
+        Args:
+            tokens: The prompt from its first token on, `(B, m)`.
+            attention_mask: Its mask; a longer one says that `tokens` are only the new ones.
+
+        Raises:
+            ValueError: It differs from `prefix_tokens`, or the mask from `prefix_attention_mask`.
+        """
+        if self.prefix_tokens is not None:
+            check_prompt(self.prefix_tokens, self.get_seq_length(), tokens, attention_mask)
+        if self.prefix_attention_mask is not None:
+            check_mask(self.prefix_attention_mask, attention_mask)
 
     def report(self) -> PoolReport:
         """Return bytes per tier and counts so far."""
@@ -78,6 +195,17 @@ class PooledCache(Cache):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _select_prefix(self, index: torch.Tensor) -> None:
+        for name in _OF_PREFIX:
+            if (kept := getattr(self, name)) is not None:
+                setattr(self, name, kept[index])
+
+    def _check_whole(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, PooledLayer):
+                layer.check_whole()
+                return
+
     def _flush(self) -> list[int]:
         """Move what is pending to the pool; return the numbers of the layers there."""
         layers = [layer for layer in self.layers if isinstance(layer, PooledLayer)]
@@ -87,12 +215,63 @@ class PooledCache(Cache):
 
 
 class PooledEncoderDecoderCache(EncoderDecoderCache):
-    """Caches of a decoder's own keys and of those of the encoder's output, in one pool."""
+    """Caches of a decoder's own keys and of those of the encoder's output, in one pool.
+
+    Attributes:
+        pool: The pool.
+    """
 
     def __init__(self, own: PooledCache, cross: PooledCache) -> None:
         super().__init__(own, cross)
         self.pool = own.pool
         self._own = own
+        self._cross = cross
+
+    @property
+    def prefix_tokens(self) -> torch.Tensor | None:
+        """Tokens of the decoder that the cache began with, as of `PooledCache`."""
+        return self._own.prefix_tokens
+
+    @property
+    def prefix_attention_mask(self) -> torch.Tensor | None:
+        """The encoder's mask that they were computed with."""
+        return self._cross.prefix_attention_mask
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokens: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> None:
+        """Save as `PooledCache.save` does; the tokens are the decoder's, the mask the encoder's."""
+        self._cross._flush()
+        self._own._save(os.fspath(path), tokens, attention_mask, self._cross.get_seq_length())
+
+    def check_prompt(
+        self,
+        tokens: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+    ) -> None:
+        """Raise an error as `PooledCache.check_prompt` does, for tokens of the decoder.
+
+        Args:
+            tokens: The decoder's tokens from the first on, `(B, m)`.
+            attention_mask: The encoder's mask.
+            decoder_attention_mask: The mask of `tokens`, without which `generate` of Transformers
+                takes them for new ones; a longer one says that they are.
+        """
+        if self._own.prefix_tokens is not None:
+            if decoder_attention_mask is None and tokens is not None:
+                raise ValueError(
+                    "generate takes decoder_input_ids without a mask for new tokens behind the "
+                    "cache's; pass decoder_attention_mask=torch.ones_like(decoder_input_ids)"
+                )
+            length = self._own.get_seq_length()
+            check_prompt(self._own.prefix_tokens, length, tokens, decoder_attention_mask)
+        if self._cross.prefix_attention_mask is not None:
+            check_mask(self._cross.prefix_attention_mask, attention_mask)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of the decoder."""
@@ -131,6 +310,7 @@ def cache(
     store: FileStore | str | None = None,
     selector: object = "all",
     block_tokens: int = 64,
+    prefix: str | os.PathLike[str] | None = None,
     keep_inputs: bool = False,
 ) -> PooledCache | PooledEncoderDecoderCache:
     """Make a cache for `model.generate(..., past_key_values=cache)` that is larger than memory.
@@ -155,6 +335,8 @@ def cache(
             `"window"`, `"nosa"` or `"accumulated"` (a sixteenth of the blocks), or a selector, or a
             function `(query, layer, pool) -> blocks`.
         block_tokens: Tokens of a block.
+        prefix: File that `save` of a cache of this model wrote; the cache begins with its tokens,
+            which stay in the file and are read from there when they are needed.
         keep_inputs: Whether the inputs of layers without a window are stored as well, so that
             missing blocks are computed from them where that is faster than to read them from the
             file. Keys that are computed again may differ in the last bits.
@@ -164,6 +346,7 @@ def cache(
 
     Raises:
         TypeError: `model` is not a model of Transformers.
+        PrefixFileError: The prefix file is none, damaged, of another model or of other blocks.
         PenstockError: The model computes attention itself, or has layers that are not supported.
         ValueError: An argument is wrong.
         StoreUnavailableError: The directory cannot be used.
@@ -179,7 +362,11 @@ def cache(
         )
     is_pair = bool(model.config.is_encoder_decoder)
     modules = _find_attention(model)
-    if is_pair and keep_inputs:
+    if keep_inputs and prefix is not None:
+        raise PenstockError(
+            f"keep_inputs=True: the prefix {os.fspath(prefix)!r} holds no inputs; leave one out"
+        )
+    if keep_inputs and is_pair:
         raise PenstockError(
             f"keep_inputs=True: {type(model).__name__} is an encoder-decoder model, of which no "
             "inputs are kept; leave it out"
@@ -190,16 +377,19 @@ def cache(
         for i, kind in enumerate(kinds)
         if keep_inputs and kind in _FULL and i in modules
     }
-    pool = BlockPool(
-        device_memory=device_memory,
-        host_memory=host_memory,
-        store=store,
-        block_tokens=block_tokens,
-        num_layers=(1 + is_pair) * sum(kind != "dummy" for kind in kinds),
-        selector=selector,
-        selected_layers=[i for i, kind in enumerate(kinds) if kind in _FULL],
-        recompute=(lambda layer, given: inputs[layer].compute(given)) if keep_inputs else None,
-    )
+    recompute = (lambda layer, given: inputs[layer].compute(given)) if keep_inputs else None
+    with _open_prefix(model, prefix) as file:
+        pool = BlockPool(
+            device_memory=device_memory,
+            host_memory=host_memory,
+            store=store,
+            block_tokens=block_tokens,
+            num_layers=(1 + is_pair) * sum(kind != "dummy" for kind in kinds),
+            selector=selector,
+            selected_layers=[i for i, kind in enumerate(kinds) if kind in _FULL],
+            recompute=recompute,
+            prefix=file,
+        )
     own = PooledCache(
         [
             DummyLayer()
@@ -211,16 +401,41 @@ def cache(
         ],
         pool,
     )
+    own._model = weakref.ref(model)
     hooks = [hook for each in inputs.values() for hook in each.hooks]
-    own._release = weakref.finalize(own, _restore, weakref.ref(model), hooks)
+    own._release = weakref.finalize(own, _restore, own._model, hooks)
     _install(model)
+    if file is not None and file.tensors:
+        watch_prompts(model)
+    tensors = {} if file is None else file.tensors
+    own.prefix_tokens = tensors.get("prefix_tokens")
     if not is_pair:
+        own.prefix_attention_mask = tensors.get("prefix_attention_mask")
         return own
     cross = [
         PooledLayer(pool, len(kinds) + i, f"{names.get(i, f'layer {i}')} (cross attention)")
         for i in range(len(kinds))
     ]
-    return PooledEncoderDecoderCache(own, PooledCache(cross, pool))
+    pair = PooledEncoderDecoderCache(own, PooledCache(cross, pool))
+    pair._cross.prefix_attention_mask = tensors.get("prefix_attention_mask")
+    return pair
+
+
+@contextlib.contextmanager
+def _open_prefix(
+    model: PreTrainedModel, path: str | os.PathLike[str] | None
+) -> Iterator[PrefixFile | None]:
+    """Open a prefix of this model; it is closed where the block raises."""
+    if path is None:
+        yield None
+        return
+    file = PrefixFile(os.fspath(path))
+    try:
+        check_model(model, file)
+        yield file
+    except BaseException:
+        file.close()
+        raise
 
 
 @dataclass
@@ -265,9 +480,10 @@ def _restore(
     if installation is None:
         return
     installation.num_caches -= 1
-    if installation.num_caches == 0:
+    if installation.num_caches == 0 and model is not None:
         for config, before in installation.before:
             config._attn_implementation_internal = before
+        unwatch_prompts(model)
 
 
 def _check_model(model: object) -> None:

@@ -88,6 +88,7 @@ class PooledLayer(CacheLayerMixin):
         self.is_sliding = sliding_window is not None
         self.sliding_window = sliding_window
         self.record_past = False
+        self.siblings: list[PooledLayer] = []  # layers that every call of the model adds to
         # Keys and values of a long call, until its attention has used them as they are.
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._inputs = inputs
@@ -142,6 +143,8 @@ class PooledLayer(CacheLayerMixin):
             )
         self.flush()
         num_tokens = key_states.shape[2]
+        if self.siblings:
+            self.check_whole(num_tokens)
         kv_length, start = self.get_mask_sizes(num_tokens)
         if self.is_sliding and not self.record_past:
             self.pool.drop_before(self.index, start)
@@ -152,6 +155,25 @@ class PooledLayer(CacheLayerMixin):
         if num_tokens <= FEW_TOKENS:
             self.flush()
         return shown
+
+    def check_whole(self, num_tokens: int = 0) -> None:
+        """Raise an error if the layers hold tokens of a call that did not reach them all.
+
+        Args:
+            num_tokens: Tokens of the call under way, which the layers before this one hold already.
+        """
+        first = self.siblings[0]
+        length = first.get_seq_length()
+        if self is first:
+            is_whole = all(layer.get_seq_length() == length for layer in self.siblings)
+        else:
+            is_whole = self.get_seq_length() == length - num_tokens
+        if not is_whole:
+            raise PenstockError(
+                "a call of the model ended before all layers of penstock.kv.cache had its tokens, "
+                f"by an error or an interrupt ({self.name} has {self.get_seq_length()}, "
+                f"{first.name} {length}); call reset() and run the prompt again"
+            )
 
     def flush(self) -> None:
         """Move keys and values of the last call to the pool, where they are not there yet."""

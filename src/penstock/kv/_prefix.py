@@ -1,0 +1,110 @@
+"""Prefixes: pools saved to a file, and what a pool that begins with one makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from penstock.kv._blocks import LayerBlocks
+from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._prefix_file import PrefixWriter, SavedLayer
+from penstock.memory import NewFile
+from penstock.memory.pages import DIRECT_IO_BYTES
+
+if TYPE_CHECKING:
+    from penstock.kv._pool import BlockPool
+
+_GROUP_BYTES = 4 * 2**20  # of keys that are shown to a selector at once
+
+
+def save_pool(
+    pool: BlockPool,
+    path: str,
+    *,
+    header: dict[str, Any],
+    tensors: Mapping[str, torch.Tensor | None],
+) -> None:
+    """Save all layers of a pool to a file; pages that sequences share are written once.
+
+    Args:
+        pool: The pool; what is resident in it is not read from below.
+        path: The file, which is replaced.
+        header: Further entries of the header, of what JSON has.
+        tensors: Further int64 tensors; None is none.
+
+    Raises:
+        StoreUnavailableError: The directory is missing, or cannot be written.
+        StoreFullError, StoreWriteError: The file could not be written; there is none.
+        StoreReadError, PrefixFileError: Tokens could not be read.
+    """
+    with NewFile(path) as file:
+        writer = PrefixWriter(file)
+        for layer in pool.layers():
+            state = pool.blocks(layer)
+            pages, table = _number_pages(state.table)
+            keys, values = state.layout.split(state.tail)
+            saved = SavedLayer(
+                layer,
+                dataclasses.replace(state.layout, alignment_bytes=DIRECT_IO_BYTES),
+                table,
+                keys[:, :, : state.num_tail],
+                values[:, :, : state.num_tail],
+            )
+            heads = np.tile(np.arange(state.layout.num_heads), len(pages))
+            pages = pages.repeat(state.layout.num_heads)
+            writer.add_layer(saved, pool.stream(layer, pages, heads))
+        writer.finish(header=header, tensors=tensors)
+
+
+def _number_pages(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return distinct pages block after block, as attention reads them, and the table of places."""
+    in_order = table.T.ravel()
+    distinct, first, place = np.unique(in_order, return_index=True, return_inverse=True)
+    is_page = distinct >= 0
+    order = np.argsort(first[is_page])
+    numbers = np.full(len(distinct), -1, dtype=np.int64)
+    numbers[np.flatnonzero(is_page)[order]] = np.arange(len(order))
+    pages = distinct[is_page][order]
+    return pages, np.ascontiguousarray(numbers[place].reshape(table.T.shape).T)
+
+
+def take_layer(saved: SavedLayer, state: LayerBlocks, pages: PageTable, lower: PageTiers) -> None:
+    """Fill an empty layer with the blocks of a prefix file, which stay there, and its tail."""
+    taken = lower.take_prefix(saved)
+    state.table = np.append(taken, -1)[saved.table]
+    is_page = saved.table >= 0
+    pages.references[taken] = np.bincount(saved.table[is_page], minlength=len(taken))
+    state.num_tail = saved.tail_keys.shape[2]
+    keys, values = state.layout.split(state.tail)
+    keys[:, :, : state.num_tail] = saved.tail_keys
+    values[:, :, : state.num_tail] = saved.tail_values
+
+
+def show_blocks(pool: BlockPool) -> None:
+    """Show all full blocks to the selectors of their layers, as a prefill would have."""
+    for layer in pool.layers():
+        selector = pool.selector_of(layer)
+        if hasattr(selector, "observe"):
+            _show_layer(pool, layer, selector)
+
+
+def _show_layer(pool: BlockPool, layer: int, selector: Any) -> None:
+    layout, num_blocks = pool.layout(layer), pool.num_blocks(layer)
+    shape = pool.batch_size(layer), layout.num_heads
+    block_bytes = shape[0] * shape[1] * layout.key_items * layout.dtype.itemsize
+    for first, last in _groups(num_blocks, max(1, _GROUP_BYTES // block_bytes)):
+        if getattr(selector, "reads_keys", True):
+            keys = pool.keys_of(layer, torch.arange(first, last).expand(*shape, -1))
+        else:
+            keys = torch.zeros((), dtype=layout.dtype)
+            keys = keys.expand(*shape, last - first, layout.block_tokens, layout.key_dim)
+        selector.observe(layer, first, keys)
+
+
+def _groups(num_blocks: int, num_at_once: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, num_blocks, num_at_once):
+        yield first, min(first + num_at_once, num_blocks)

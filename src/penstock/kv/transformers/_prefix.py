@@ -1,0 +1,224 @@
+"""Prefixes of models: which model made the keys, and which prompts go on from them.
+
+Keys of another model, or of another text, have the right shapes and give wrong answers. So a saved
+prefix holds the model's configuration and a checksum of every parameter and buffer, and may hold
+its tokens, with which prompts are then compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import types
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from penstock.kv._prefix_file import PrefixFile
+
+# Entries of configurations that change no key and no value.
+_WITHOUT_EFFECT = {
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+def describe_model(model: PreTrainedModel) -> dict[str, Any]:
+    """Return all that keys and values depend on beside the tokens, as JSON has it.
+
+    Returns:
+        The model's class, the version of Transformers, the configuration's entries by path, and per
+        parameter and buffer dtype, shape and CRC-32 of its bytes.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="penstock-kv") as threads:
+        described = list(threads.map(_describe_tensor, tensors.values()))
+    config = json.loads(json.dumps(model.config.to_dict(), default=str))
+    return {
+        "class": type(model).__name__,
+        "transformers": transformers.__version__,
+        "config": dict(_flatten(config, "")),
+        "tensors": dict(zip(tensors, described, strict=True)),
+    }
+
+
+def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, [*tensor.shape], zlib.crc32(content.data)]
+
+
+def _flatten(entries: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in entries.items():
+        if name in _WITHOUT_EFFECT:
+            continue
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def check_model(model: PreTrainedModel, prefix: PrefixFile) -> None:
+    """Raise `PrefixFileError` if another model made a prefix, naming the first difference."""
+    saved = prefix.header.get("model")
+    if saved is None:
+        raise prefix.refuse(
+            "was saved by a BlockPool without a model; pass one that the save() of a cache wrote"
+        )
+    own = describe_model(model)
+    problem = _difference(own, saved)
+    if problem is None:
+        return
+    versions = {saved["transformers"], own["transformers"]}
+    if len(versions) > 1:
+        problem += f", under Transformers {saved['transformers']} and not {own['transformers']}"
+    raise prefix.refuse(
+        f"is of another model: {problem}; load the model that made it, or make the prefix again"
+    )
+
+
+def _difference(own: dict[str, Any], saved: dict[str, Any]) -> str | None:
+    if own["class"] != saved["class"]:
+        return f"it was made by a {saved['class']}, and this is a {own['class']}"
+    for name in {**saved["config"], **own["config"]}:
+        theirs, ours = (each["config"].get(name, "nothing") for each in (saved, own))
+        if theirs != ours:
+            return f"its configuration had {name}={theirs!r}, and here it is {ours!r}"
+    for name in {**saved["tensors"], **own["tensors"]}:
+        theirs, ours = (each["tensors"].get(name, ["no tensor", [], 0]) for each in (saved, own))
+        if theirs[:2] != ours[:2]:
+            return (
+                f"{name} was {theirs[0]} {tuple(theirs[1])}, and here it is {ours[0]} "
+                f"{tuple(ours[1])}"
+            )
+        if theirs != ours:
+            return f"the numbers of {name} are others"
+    return None
+
+
+def check_tokens(name: str, tensor: torch.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
+    """Return the first `num_tokens` columns of the user's tokens or mask, int64 `(B, n)`.
+
+    Raises:
+        ValueError: It is not of the cache's sequences, or shorter.
+    """
+    is_whole = tensor.dim() == 2 and not tensor.is_floating_point()
+    if not is_whole or tensor.shape[0] != batch_size or tensor.shape[1] < num_tokens:
+        raise ValueError(
+            f"{name} must be whole numbers ({batch_size}, at least {num_tokens}), of all tokens "
+            f"that the cache holds; got {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    return tensor[:, :num_tokens].to("cpu", torch.int64).contiguous()
+
+
+def check_prompt(
+    prefix_tokens: torch.Tensor,
+    num_tokens: int,
+    tokens: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> None:
+    """Raise an error if a prompt is not one that goes on from a prefix.
+
+    Args:
+        prefix_tokens: `(B, n)`, of each sequence of the cache.
+        num_tokens: Tokens of the cache, which may have grown beyond n.
+        tokens: The prompt, `(B, m)`, or of fewer sequences of which each is repeated.
+        mask: Its mask. A longer one says that `tokens` are only those that the cache lacks.
+
+    Raises:
+        ValueError: It differs from the prefix, or has no token beyond the cache's.
+    """
+    if tokens is None:
+        raise ValueError(
+            "the cache begins with a prefix, and the call names no tokens to go on from it; pass "
+            "cache.prefix_tokens followed by at least one more token (of an encoder-decoder model "
+            "as decoder_input_ids=)"
+        )
+    if mask is not None and mask.shape[1] != tokens.shape[1]:
+        return
+    if tokens.shape[1] <= num_tokens:
+        raise ValueError(
+            f"the prompt has {tokens.shape[1]} tokens and the cache holds {num_tokens}; pass "
+            "cache.prefix_tokens followed by at least one more token"
+        )
+    at = _first_difference(tokens, prefix_tokens)
+    if at is not None:
+        raise ValueError(
+            f"the prompt differs from the cache's prefix at token {at}; begin it with "
+            "cache.prefix_tokens, or use a cache without this prefix"
+        )
+
+
+def check_mask(prefix_mask: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Raise `ValueError` if an attention mask does not begin as that of the prefix, `(B, n)`."""
+    if mask is None and bool(prefix_mask.all()):
+        return
+    at = 0 if mask is None else _first_difference(mask, prefix_mask)
+    if at is not None:
+        given = "none is given" if mask is None else f"attention_mask differs from it at token {at}"
+        raise ValueError(
+            f"the cache's prefix has an attention mask, and {given}; pass attention_mask= that "
+            "begins with cache.prefix_attention_mask"
+        )
+
+
+def _first_difference(some: torch.Tensor, prefix: torch.Tensor) -> int | None:
+    """Return the first column of `(B or fewer, m)` that is not that of `prefix`, `(B, n)`."""
+    if some.shape[1] < prefix.shape[1] or len(prefix) % len(some):
+        return some.shape[1]
+    beginning = some[:, : prefix.shape[1]].repeat_interleave(len(prefix) // len(some), 0)
+    is_other = (beginning != prefix).any(0)
+    return int(is_other.nonzero()[0]) if bool(is_other.any()) else None
+
+
+def watch_prompts(model: PreTrainedModel) -> None:
+    """Have the model's `generate` compare prompts with the prefix of its cache.
+
+    Only the object is changed, not its class; `unwatch_prompts` takes it back.
+    """
+    if "generate" in model.__dict__:
+        return
+    model_class: Any = type(model)
+    inner: Any = model_class.generate
+
+    @functools.wraps(inner)
+    def generate(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
+        check: Any = getattr(options.get("past_key_values"), "check_prompt", None)
+        is_pair = bool(self.config.is_encoder_decoder)
+        if check is not None and (is_pair or options.get("inputs_embeds") is None):
+            mask = options.get("attention_mask")
+            if is_pair:
+                own = options.get("decoder_input_ids"), mask, options.get("decoder_attention_mask")
+                check(*own)
+            else:
+                check(options.get("input_ids", args[0] if args else options.get("inputs")), mask)
+        return inner(self, *args, **options)
+
+    generate.__dict__["watches_prompts"] = True
+    model.__dict__["generate"] = types.MethodType(generate, model)
+
+
+def unwatch_prompts(model: PreTrainedModel) -> None:
+    """Take back what `watch_prompts` did."""
+    if getattr(model.__dict__.get("generate"), "watches_prompts", False):
+        del model.__dict__["generate"]
