@@ -6,6 +6,7 @@ import errno
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
     """Any order of operations, against tensors that are simply kept."""
 
     store: Path
+    options: dict[str, Any]
 
     @initialize(
         block_tokens=st.integers(1, 5),
@@ -49,14 +51,15 @@ class PoolMachine(RuleBasedStateMachine):
         if where != "host":
             record_bytes = 4096 * math.ceil(record_bytes / 4096)
         page_bytes = heads * record_bytes
-        self.pool = BlockPool(
-            device_memory=2 * page_bytes + slots * record_bytes,
-            host_memory={"host": None, "file": 0, "both": 2 * page_bytes}[where],
-            store=None if where == "host" else self.store,
-            block_tokens=block_tokens,
-            num_layers=2,
-        )
         self.budget_bytes = 2 * page_bytes + slots * record_bytes
+        self.options = {
+            "device_memory": self.budget_bytes,
+            "host_memory": {"host": None, "file": 0, "both": 2 * page_bytes}[where],
+            "store": None if where == "host" else self.store,
+            "block_tokens": block_tokens,
+            "num_layers": 2,
+        }
+        self.pool = BlockPool(**self.options)
         empty = torch.zeros(batch, heads, 0, DIM)
         self.model = dict.fromkeys(range(2), (empty, empty))
         self.generator = torch.Generator().manual_seed(block_tokens)
@@ -108,6 +111,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.reset([layer])
         keys, values = self.model[layer]
         self.model[layer] = keys[:, :, :0], values[:, :, :0]
+
+    @rule()
+    def save_and_load(self) -> None:
+        path = self.store / "prefix"
+        self.pool.save(path)
+        self.pool.close()
+        # In a prefix file a record takes a multiple of 4096 bytes, and so does it in slots.
+        self.budget_bytes = max(self.budget_bytes, (2 * self.heads + 1) * 4096)
+        self.pool = BlockPool(**{**self.options, "device_memory": self.budget_bytes}, prefix=path)
+        path.unlink()
 
     @rule(layer=st.integers(0, 1), num_queries=st.sampled_from([1, 2, 20]))
     def attend(self, layer: int, num_queries: int) -> None:

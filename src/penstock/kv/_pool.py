@@ -137,12 +137,7 @@ class BlockPool:
         self._count_selector()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save all tokens to a file, from which other pools begin, also in other processes.
-
-        The file appears when it is complete; a full disk, an error or SIGKILL leaves none.
-
-        Args:
-            path: Its name; a file that has it is replaced.
+        """Save all tokens to a file, whose name appears when it is complete, or replace it.
 
         Raises:
             StoreError: The file could not be written, or tokens not be read.
@@ -328,7 +323,7 @@ class BlockPool:
         try:
             yield
         except BaseException as error:
-            self._failure = error
+            self.fail(error)
             raise
 
     def _count_selector(self) -> None:
@@ -368,7 +363,7 @@ class BlockPool:
         except (GeneratorExit, StoreReadError, PrefixFileError):
             raise  # nothing that was not read has been given a slot
         except BaseException as error:
-            self._failure = error
+            self.fail(error)
             raise
 
     @property
@@ -428,6 +423,10 @@ class BlockPool:
             self._closed = True
             self._lower.close()
             self._layers.clear()
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse all use until `reset`, because of an error."""
+        self._failure = error
 
     def check_usable(self) -> None:
         """Raise an error if the pool is closed, or lost tokens when a tier failed."""

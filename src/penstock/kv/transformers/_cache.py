@@ -35,8 +35,8 @@ from penstock.kv.transformers._prefix import (
     check_prompt,
     check_tokens,
     describe_model,
-    unwatch_prompts,
-    watch_prompts,
+    unwatch_calls,
+    watch_calls,
 )
 from penstock.memory import FileStore
 
@@ -165,17 +165,17 @@ class PooledCache(Cache):
     def check_prompt(
         self, tokens: torch.Tensor | None, attention_mask: torch.Tensor | None = None
     ) -> None:
-        """Raise an error if a prompt does not go on from the cache's prefix, as `generate` does.
+        """Raise an error if a prompt does not go on from what the cache holds; `generate` asks.
 
         Args:
             tokens: The prompt from its first token on, `(B, m)`.
             attention_mask: Its mask; a longer one says that `tokens` are only the new ones.
 
         Raises:
-            ValueError: It differs from `prefix_tokens`, or the mask from `prefix_attention_mask`.
+            ValueError: It has no token beyond the cache's, differs from `prefix_tokens`, or the
+                mask differs from `prefix_attention_mask`.
         """
-        if self.prefix_tokens is not None:
-            check_prompt(self.prefix_tokens, self.get_seq_length(), tokens, attention_mask)
+        check_prompt(self.prefix_tokens, self.get_seq_length(), tokens, attention_mask)
         if self.prefix_attention_mask is not None:
             check_mask(self.prefix_attention_mask, attention_mask)
 
@@ -262,14 +262,14 @@ class PooledEncoderDecoderCache(EncoderDecoderCache):
             decoder_attention_mask: The mask of `tokens`, without which `generate` of Transformers
                 takes them for new ones; a longer one says that they are.
         """
-        if self._own.prefix_tokens is not None:
-            if decoder_attention_mask is None and tokens is not None:
-                raise ValueError(
-                    "generate takes decoder_input_ids without a mask for new tokens behind the "
-                    "cache's; pass decoder_attention_mask=torch.ones_like(decoder_input_ids)"
-                )
-            length = self._own.get_seq_length()
-            check_prompt(self._own.prefix_tokens, length, tokens, decoder_attention_mask)
+        known, length = self._own.prefix_tokens, self._own.get_seq_length()
+        if tokens is None or decoder_attention_mask is not None:
+            check_prompt(known, length, tokens, decoder_attention_mask)
+        elif known is not None:
+            raise ValueError(
+                "generate takes decoder_input_ids without a mask for new tokens; "
+                "pass decoder_attention_mask=torch.ones_like(decoder_input_ids)"
+            )
         if self._cross.prefix_attention_mask is not None:
             check_mask(self._cross.prefix_attention_mask, attention_mask)
 
@@ -405,8 +405,6 @@ def cache(
     hooks = [hook for each in inputs.values() for hook in each.hooks]
     own._release = weakref.finalize(own, _restore, own._model, hooks)
     _install(model)
-    if file is not None and file.tensors:
-        watch_prompts(model)
     tensors = {} if file is None else file.tensors
     own.prefix_tokens = tensors.get("prefix_tokens")
     if not is_pair:
@@ -467,6 +465,7 @@ def _install(model: PreTrainedModel) -> None:
             for config in configs.values()
         ]
         model.set_attn_implementation(IMPLEMENTATION)
+        watch_calls(model)
     installation.num_caches += 1
 
 
@@ -483,7 +482,7 @@ def _restore(
     if installation.num_caches == 0 and model is not None:
         for config, before in installation.before:
             config._attn_implementation_internal = before
-        unwatch_prompts(model)
+        unwatch_calls(model)
 
 
 def _check_model(model: object) -> None:

@@ -160,20 +160,17 @@ class PooledLayer(CacheLayerMixin):
         """Raise an error if the layers hold tokens of a call that did not reach them all.
 
         Args:
-            num_tokens: Tokens of the call under way, which the layers before this one hold already.
+            num_tokens: Tokens of the call under way, which other layers may hold already.
         """
-        first = self.siblings[0]
-        length = first.get_seq_length()
-        if self is first:
-            is_whole = all(layer.get_seq_length() == length for layer in self.siblings)
-        else:
-            is_whole = self.get_seq_length() == length - num_tokens
-        if not is_whole:
-            raise PenstockError(
-                "a call of the model ended before all layers of penstock.kv.cache had its tokens, "
-                f"by an error or an interrupt ({self.name} has {self.get_seq_length()}, "
-                f"{first.name} {length}); call reset() and run the prompt again"
-            )
+        length = self.get_seq_length()
+        others = self.siblings if self is self.siblings[0] else self.siblings[:1]
+        for other in others:
+            if other.get_seq_length() not in (length, length + num_tokens):
+                raise PenstockError(
+                    "a call of the model ended before all layers of penstock.kv.cache had its "
+                    f"tokens, by an error or an interrupt ({self.name} has {length}, {other.name} "
+                    f"{other.get_seq_length()}); call reset() and run the prompt again"
+                )
 
     def flush(self) -> None:
         """Move keys and values of the last call to the pool, where they are not there yet."""

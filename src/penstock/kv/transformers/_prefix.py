@@ -2,7 +2,8 @@
 
 Keys of another model, or of another text, have the right shapes and give wrong answers. So a saved
 prefix holds the model's configuration and a checksum of every parameter and buffer, and may hold
-its tokens, with which prompts are then compared.
+its tokens, with which prompts are then compared. A call of `generate` that was interrupted leaves
+tokens in its cache that the caller never got, so that the cache is not used any more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from penstock.errors import PenstockError
 from penstock.kv._prefix_file import PrefixFile
 
 # Entries of configurations that change no key and no value.
@@ -132,15 +134,15 @@ def check_tokens(name: str, tensor: torch.Tensor, batch_size: int, num_tokens: i
 
 
 def check_prompt(
-    prefix_tokens: torch.Tensor,
+    prefix_tokens: torch.Tensor | None,
     num_tokens: int,
     tokens: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> None:
-    """Raise an error if a prompt is not one that goes on from a prefix.
+    """Raise an error if a prompt is not one that goes on from what a cache holds.
 
     Args:
-        prefix_tokens: `(B, n)`, of each sequence of the cache.
+        prefix_tokens: Tokens that are known, `(B, n)`, of each sequence of the cache; or None.
         num_tokens: Tokens of the cache, which may have grown beyond n.
         tokens: The prompt, `(B, m)`, or of fewer sequences of which each is repeated.
         mask: Its mask. A longer one says that `tokens` are only those that the cache lacks.
@@ -148,20 +150,23 @@ def check_prompt(
     Raises:
         ValueError: It differs from the prefix, or has no token beyond the cache's.
     """
+    if not num_tokens:
+        return
     if tokens is None:
         raise ValueError(
-            "the cache begins with a prefix, and the call names no tokens to go on from it; pass "
-            "cache.prefix_tokens followed by at least one more token (of an encoder-decoder model "
-            "as decoder_input_ids=)"
+            f"the cache holds {num_tokens} tokens, and the call names none to go on from; pass "
+            "them followed by at least one more token (of an encoder-decoder model as "
+            "decoder_input_ids=), or reset() the cache"
         )
     if mask is not None and mask.shape[1] != tokens.shape[1]:
         return
     if tokens.shape[1] <= num_tokens:
         raise ValueError(
             f"the prompt has {tokens.shape[1]} tokens and the cache holds {num_tokens}; pass "
-            "cache.prefix_tokens followed by at least one more token"
+            "those (cache.prefix_tokens, where they are of a prefix) followed by at least one more "
+            "token, or reset() the cache"
         )
-    at = _first_difference(tokens, prefix_tokens)
+    at = None if prefix_tokens is None else _first_difference(tokens, prefix_tokens)
     if at is not None:
         raise ValueError(
             f"the prompt differs from the cache's prefix at token {at}; begin it with "
@@ -191,10 +196,10 @@ def _first_difference(some: torch.Tensor, prefix: torch.Tensor) -> int | None:
     return int(is_other.nonzero()[0]) if bool(is_other.any()) else None
 
 
-def watch_prompts(model: PreTrainedModel) -> None:
-    """Have the model's `generate` compare prompts with the prefix of its cache.
+def watch_calls(model: PreTrainedModel) -> None:
+    """Have the model's `generate` compare prompts with what its cache holds.
 
-    Only the object is changed, not its class; `unwatch_prompts` takes it back.
+    Only the object is changed, not its class; `unwatch_calls` takes it back.
     """
     if "generate" in model.__dict__:
         return
@@ -203,22 +208,37 @@ def watch_prompts(model: PreTrainedModel) -> None:
 
     @functools.wraps(inner)
     def generate(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
-        check: Any = getattr(options.get("past_key_values"), "check_prompt", None)
-        is_pair = bool(self.config.is_encoder_decoder)
-        if check is not None and (is_pair or options.get("inputs_embeds") is None):
-            mask = options.get("attention_mask")
-            if is_pair:
-                own = options.get("decoder_input_ids"), mask, options.get("decoder_attention_mask")
-                check(*own)
-            else:
-                check(options.get("input_ids", args[0] if args else options.get("inputs")), mask)
-        return inner(self, *args, **options)
+        cache: Any = options.get("past_key_values")
+        if not hasattr(cache, "check_prompt"):
+            return inner(self, *args, **options)
+        _check_call(self, cache, args, options)
+        length = cache.get_seq_length()
+        try:
+            return inner(self, *args, **options)
+        except BaseException as error:
+            is_ours = isinstance(error, PenstockError) or not isinstance(error, Exception)
+            if is_ours and cache.get_seq_length() != length:
+                cache.pool.fail(error)
+            raise
 
-    generate.__dict__["watches_prompts"] = True
+    generate.__dict__["is_watching"] = True
     model.__dict__["generate"] = types.MethodType(generate, model)
 
 
-def unwatch_prompts(model: PreTrainedModel) -> None:
-    """Take back what `watch_prompts` did."""
-    if getattr(model.__dict__.get("generate"), "watches_prompts", False):
+def _check_call(
+    model: PreTrainedModel, cache: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    mask = options.get("attention_mask")
+    if model.config.is_encoder_decoder:
+        own_mask = options.get("decoder_attention_mask")
+        cache.check_prompt(options.get("decoder_input_ids"), mask, own_mask)
+    elif options.get("inputs_embeds") is None:
+        cache.check_prompt(
+            options.get("input_ids", args[0] if args else options.get("inputs")), mask
+        )
+
+
+def unwatch_calls(model: torch.nn.Module) -> None:
+    """Take back what `watch_calls` did."""
+    if getattr(model.__dict__.get("generate"), "is_watching", False):
         del model.__dict__["generate"]
