@@ -309,23 +309,23 @@ class BlockPool:
         records = torch.zeros(shape, dtype=layout.dtype)
         b, h, c = np.nonzero(blocks.numpy() >= 0)
         places = np.ravel_multi_index((b, h, c), blocks.shape)
-        self._copy(layer, state.table[b, blocks.numpy()[b, h, c]], h, records, places)
+        self._copy_records(layer, state.table[b, blocks.numpy()[b, h, c]], h, records, places)
         return layout.split(records)[0]
 
-    def _copy(
+    def _copy_records(
         self,
         layer: int,
         pages: np.ndarray,
         heads: np.ndarray,
-        records: torch.Tensor,
+        to: torch.Tensor,
         places: np.ndarray,
     ) -> None:
-        """Copy records of a layer to places of the contiguous `records`, `(..., record_items)`."""
-        record_bytes = self.layout(layer).record_bytes
+        """Copy records to places of `to`, numbers of records in it."""
+        num_bytes = self._layers[layer].layout.record_bytes
         for items, addresses in self.stream(layer, pages, heads):
-            places_of_group = records.data_ptr() + places[items] * record_bytes
+            places_of_group = to.data_ptr() + places[items] * num_bytes
             for place, address in zip(places_of_group.tolist(), addresses.tolist(), strict=True):
-                copy_bytes(place, address, record_bytes)
+                copy_bytes(place, address, num_bytes)
 
     def stream(
         self, layer: int, pages: np.ndarray, heads: np.ndarray
@@ -479,7 +479,7 @@ class BlockPool:
         """Copy a full block to the tail, which it becomes again."""
         pages = state.table[:, block].repeat(state.layout.num_heads)
         places = np.arange(len(pages))
-        self._copy(layer, pages, places % state.layout.num_heads, state.tail, places)
+        self._copy_records(layer, pages, places % state.layout.num_heads, state.tail, places)
 
     def _reorder(self, state: LayerBlocks, chosen: np.ndarray) -> None:
         old, old_bytes = state.table, state.tail_bytes
