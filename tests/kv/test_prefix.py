@@ -101,6 +101,17 @@ def test_beams_go_on_from_a_prefix(kind: str, tmp_path: Path):
         assert torch.equal(ours.sequences, theirs.sequences)
 
 
+def test_a_cache_that_dies_closes_the_file(tmp_path: Path):
+    model, _, _ = save("llama", tmp_path / "prefix")
+    cache = make_cache(model, prefix=tmp_path / "prefix")
+    is_open = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    assert str(tmp_path / "prefix") in is_open
+    del cache  # without the garbage collector
+    is_open = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    assert str(tmp_path / "prefix") not in is_open
+    assert "generate" not in model.__dict__
+
+
 def test_several_turns_saved_in_between(tmp_path: Path):
     model, asked, sequences = save("gemma3", tmp_path / "prefix")
     for turn in range(3):

@@ -125,6 +125,28 @@ def test_misses_are_the_bytes_that_are_read(saved: tuple[Path, Any]):
     pool.close()
 
 
+def test_memory_of_the_process_stays_within_the_budget(tmp_path: Path):
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    path, budget = tmp_path / "prefix", 8 * 2**20
+    with contextlib.closing(BlockPool(device_memory=budget, store=str(tmp_path))) as pool:
+        some = torch.rand(1, 4, 1024, 64)
+        for _ in range(64):  # 128 MiB in all
+            pool.append(0, some, some)
+        before = resident_bytes()
+        pool.save(path)
+        assert resident_bytes() - before <= 8 * 2**20
+    before = resident_bytes()
+    with contextlib.closing(BlockPool(device_memory=budget, prefix=path)) as pool:
+        assert resident_bytes() - before <= 8 * 2**20
+        query = torch.rand(1, 8, 1, 64)
+        for _ in range(2):
+            attend_pool(pool, 0, query, ScoreRule(0.1), Visibility())
+        assert resident_bytes() - before <= budget + 16 * 2**20
+        assert pool.report().peak_device_bytes <= budget + pool.report().tail_bytes
+
+
 def test_shared_pages_are_saved_once(tmp_path: Path):
     pool = make_pool()
     pool.reorder(torch.tensor([1, 0, 1, 1]))

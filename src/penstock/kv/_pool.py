@@ -346,9 +346,21 @@ class BlockPool:
         records = torch.zeros(shape, dtype=layout.dtype)
         c, b, h = np.nonzero(blocks.numpy().transpose(2, 0, 1) >= 0)  # as they lie in the file
         places = np.ravel_multi_index((b, h, c), blocks.shape)
-        pages = state.table[b, blocks.numpy()[b, h, c]]
-        self._copy_records(layer, pages, h, records, places)
+        self._copy_records(layer, state.table[b, blocks.numpy()[b, h, c]], h, records, places)
         return layout.split(records)[0]
+
+    def _copy_records(
+        self,
+        layer: int,
+        pages: np.ndarray,
+        heads: np.ndarray,
+        to: torch.Tensor,
+        places: np.ndarray,
+    ) -> None:
+        """Copy records to places of `to`, numbers of records in it."""
+        num_bytes = self._layers[layer].layout.record_bytes
+        for items, addresses in self.stream(layer, pages, heads):
+            copy_pieces(to.data_ptr() + places[items] * num_bytes, addresses, num_bytes)
 
     def stream(
         self, layer: int, pages: np.ndarray, heads: np.ndarray, *, is_repeated: bool = False
@@ -547,19 +559,6 @@ class BlockPool:
         pages = state.table[:, block].repeat(state.layout.num_heads)
         places = np.arange(len(pages))
         self._copy_records(layer, pages, places % state.layout.num_heads, state.tail, places)
-
-    def _copy_records(
-        self,
-        layer: int,
-        pages: np.ndarray,
-        heads: np.ndarray,
-        to: torch.Tensor,
-        places: np.ndarray,
-    ) -> None:
-        """Copy records to places of `to`, numbers of records in it."""
-        num_bytes = self._layers[layer].layout.record_bytes
-        for items, addresses in self.stream(layer, pages, heads):
-            copy_pieces(to.data_ptr() + places[items] * num_bytes, addresses, num_bytes)
 
     def _reorder(self, state: LayerBlocks, chosen: np.ndarray) -> None:
         old, old_bytes = state.table, state.tail_bytes

@@ -15,11 +15,12 @@ from penstock.kv._prefix_file import PrefixWriter, SavedLayer
 from penstock.memory import NewFile
 from penstock.memory.pages import DIRECT_IO_BYTES
 
+_Pool = Any  # a BlockPool, whose module imports this one
 _GROUP_BYTES = 4 * 2**20  # of keys that are shown to a selector at once
 
 
 def save_pool(
-    pool: Any,
+    pool: _Pool,
     path: str,
     *,
     header: dict[str, Any],
@@ -81,7 +82,7 @@ def take_layer(saved: SavedLayer, state: LayerBlocks, pages: PageTable, lower: P
     values[:, :, : state.num_tail] = saved.tail_values
 
 
-def show_blocks(pool: Any) -> None:
+def show_blocks(pool: _Pool) -> None:
     """Show all full blocks to the selectors of their layers, as a prefill would have."""
     for layer in pool.layers():
         selector = pool.selector_of(layer)
@@ -89,7 +90,7 @@ def show_blocks(pool: Any) -> None:
             _show_layer(pool, layer, selector)
 
 
-def _show_layer(pool: Any, layer: int, selector: Any) -> None:
+def _show_layer(pool: _Pool, layer: int, selector: Any) -> None:
     layout, num_blocks = pool.layout(layer), pool.num_blocks(layer)
     shape = pool.batch_size(layer), layout.num_heads
     block_bytes = shape[0] * shape[1] * layout.key_items * layout.dtype.itemsize

@@ -8,7 +8,7 @@
 
 Every byte is covered by a checksum (CRC-32). Preamble, header and sections are read and checked
 when a file is opened, a record when it is read for the first time, or after the file was written
-to. A record's checksum begins with its number, so that one in the wrong place is damaged too.
+to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ VERSION = 1
 _MAGIC = b"PENSTKVP"
 _PREAMBLE = struct.Struct("<8sIIQQQ")  # magic, version, header: checksum, offset, bytes; length
 _CHECKSUM = struct.Struct("<I")
-_NUMBER = struct.Struct("<QQ")
 _ZEROS = memoryview(bytes(DIRECT_IO_BYTES))
 _RECORDS_PER_WRITE = 256
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -105,7 +104,7 @@ class PrefixWriter:
         buffers = []
         for number, address in zip(numbers.tolist(), addresses.tolist(), strict=True):
             views = [*_views(address, saved.layout.used_bytes), padding]
-            checksums[number] = _check_record(saved.layer, number, views)
+            checksums[number] = _checksum_of(views)
             buffers += views
         self._file.write(self._at + int(numbers[0]) * record_bytes, buffers)
 
@@ -244,7 +243,7 @@ class PrefixFile:
             self._read_tensor(entry["table"]).numpy(),
             self._read_tensor(entry["tail_keys"]),
             self._read_tensor(entry["tail_values"]),
-            PrefixRecords(self.file, entry["layer"], entry["offset"], layout, checksums),
+            PrefixRecords(self.file, entry["offset"], layout, checksums),
         )
 
     def _read_tensor(self, entry: dict[str, Any]) -> torch.Tensor:
@@ -268,7 +267,6 @@ class PrefixRecords:
 
     Args:
         file: The file.
-        layer: Number of the layer.
         offset: Byte of the file at which they begin.
         layout: Their layout.
         checksums: Of the records, uint32.
@@ -277,13 +275,11 @@ class PrefixRecords:
     def __init__(
         self,
         file: WholeFile,
-        layer: int,
         offset: int,
         layout: BlockLayout,
         checksums: np.ndarray,
     ) -> None:
         self._file = file
-        self._layer = layer
         self._offset = offset
         self._layout = layout
         self._checksums = checksums
@@ -308,7 +304,7 @@ class PrefixRecords:
         for number in range(first, first + num_bytes // record_bytes):
             if self._checked[number] != num_changes:
                 views = _views(address + (number - first) * record_bytes, record_bytes)
-                if _check_record(self._layer, number, views) != self._checksums[number]:
+                if _checksum_of(views) != self._checksums[number]:
                     place = self._offset + number * record_bytes
                     raise _refuse(
                         file.path,
@@ -321,8 +317,8 @@ def _refuse(path: str, problem: str) -> PrefixFileError:
     return PrefixFileError(f"prefix file {path!r} {problem}", path=path)
 
 
-def _check_record(layer: int, number: int, views: list[memoryview]) -> int:
-    checksum = zlib.crc32(_NUMBER.pack(layer, number))
+def _checksum_of(views: list[memoryview]) -> int:
+    checksum = 0
     for view in views:
         checksum = zlib.crc32(view, checksum)
     return checksum

@@ -37,7 +37,7 @@ class BudgetSelector:
     """
 
     reads_keys = True
-    """Whether `observe` looks at the numbers of the keys, and not only at their shape."""
+    """True where `observe` looks at the numbers of the keys, and not only at their shape."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class PooledCache(Cache):
         self._release: weakref.finalize | None = None
         pooled = [layer for layer in layers if isinstance(layer, PooledLayer)]
         for layer in pooled:
-            layer.siblings = pooled
+            layer.siblings = [each.index for each in pooled]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence i a copy of sequence `beam_idx[i]`, in all layers."""

@@ -88,7 +88,7 @@ class PooledLayer(CacheLayerMixin):
         self.is_sliding = sliding_window is not None
         self.sliding_window = sliding_window
         self.record_past = False
-        self.siblings: list[PooledLayer] = []  # layers that every call of the model adds to
+        self.siblings: list[int] = []  # layers that every call of the model adds to
         # Keys and values of a long call, until its attention has used them as they are.
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._inputs = inputs
@@ -163,13 +163,14 @@ class PooledLayer(CacheLayerMixin):
             num_tokens: Tokens of the call under way, which other layers may hold already.
         """
         length = self.get_seq_length()
-        others = self.siblings if self is self.siblings[0] else self.siblings[:1]
+        others = self.siblings if self.index == self.siblings[0] else self.siblings[:1]
         for other in others:
-            if other.get_seq_length() not in (length, length + num_tokens):
+            if self.pool.length(other) not in (length, length + num_tokens):
                 raise PenstockError(
                     "a call of the model ended before all layers of penstock.kv.cache had its "
-                    f"tokens, by an error or an interrupt ({self.name} has {length}, {other.name} "
-                    f"{other.get_seq_length()}); call reset() and run the prompt again"
+                    f"tokens, by an error or an interrupt (layer {other} has "
+                    f"{self.pool.length(other)}, {self.name} {length}); call reset() and run the "
+                    "prompt again"
                 )
 
     def flush(self) -> None:
