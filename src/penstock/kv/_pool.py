@@ -253,11 +253,6 @@ class BlockPool:
         repeated = layer if is_repeated else None
         return self._reads.stream(self._layers[layer].layout, pages, heads, layer=repeated)
 
-    @property
-    def is_moving(self) -> bool:
-        """True while threads move bytes from or to the file."""
-        return self._device.is_moving
-
     def find_resident(self, layer: int) -> ResidentLayer | None:
         """Return all records of a layer and its tail for a step, which counts as reading them.
 

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.kv._device import DeviceTier
 from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
+from penstock.kv._lower import NUM_THREADS, PageTable, PageTiers, TransferBuffer
 from penstock.memory import Ledger, Link
 
 Groups = Iterator[tuple[np.ndarray, np.ndarray]]
@@ -271,7 +271,8 @@ class BlockReads:
         group = _Group(records, self._device.take_buffer())
         plan.start(group)
         pages, heads = np.divmod(records, plan.layout.num_heads)
-        self._lower.read(pages, heads, plan.layout, group.buffer)
+        num_threads = max(1, NUM_THREADS // self._device.num_buffers)
+        self._lower.read(pages, heads, plan.layout, group.buffer, num_threads)
 
     def _note(self, layer: int, layout: BlockLayout, records: np.ndarray) -> None:
         if self._layer_before is not None:
