@@ -98,7 +98,8 @@ def _attend_few(
         num_threads = None if len(items) == len(pages) else 1
         step.attend(b[items], h[items], c[items], addresses, num_threads)
     if not step.has_tail and state.num_tail:
-        step.attend(*np.zeros((4, 0), dtype=np.int64))
+        none = np.zeros(0, dtype=np.int64)
+        step.attend(none, none, none, none)
     if selector is not None and is_noted and is_read.any():
         selector.note(layer, *step.shares(is_read))
     return step.result
