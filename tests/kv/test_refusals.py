@@ -126,7 +126,7 @@ def test_uses_of_the_mask():
 
     model = make_model("llama")
     with make_cache(model) as cache:
-        mask = create_causal_mask(
+        mask: Any = create_causal_mask(
             config=model.config,
             inputs_embeds=torch.zeros(1, 4, 64),
             attention_mask=None,

@@ -6,10 +6,12 @@ mapping serves all three.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 
-from penstock.memory.pages import HUGE_PAGE_BYTES, advise_huge_pages, map_anonymous
+from penstock.memory.pages import HUGE_PAGE_BYTES, advise_huge_pages, map_anonymous, round_up
 from penstock.memory.raw_memory import address_of
 
 _SLAB_BYTES = 64 * 2**20
@@ -18,9 +20,9 @@ _SLAB_BYTES = 64 * 2**20
 class Area:
     """A page-aligned mapping, which lives as long as a tensor of it does.
 
-    One that has room for a huge page begins where one can, and asks for them. Pages become resident
-    as they are written, so memory that is filled from its beginning occupies at most one more huge
-    page than was written.
+    One that fills half a huge page begins where one can, and asks for them: attention reads it
+    faster, and direct I/O needs fewer requests. Pages become resident as they are written, so
+    memory that is filled from its beginning occupies at most one more huge page than was written.
 
     Attributes:
         address: Where it begins.
@@ -28,14 +30,26 @@ class Area:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        spare = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
-        mapping = map_anonymous(num_bytes + spare, private=True)
+        is_huge = num_bytes >= HUGE_PAGE_BYTES // 2
+        mapped_bytes = round_up(num_bytes, HUGE_PAGE_BYTES) if is_huge else num_bytes
+        mapping = map_anonymous(mapped_bytes + is_huge * HUGE_PAGE_BYTES, private=True)
         start = address_of(mapping)
-        skipped = -start % HUGE_PAGE_BYTES if spare else 0
+        skipped = -start % HUGE_PAGE_BYTES if is_huge else 0
         self.address = start + skipped
         self.num_bytes = num_bytes
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)[skipped:]
-        advise_huge_pages(self.address, num_bytes)
+        advise_huge_pages(self.address, mapped_bytes)
+
+    def cut(self, num_parts: int) -> list[Area]:
+        """Return equal parts of this memory, each of which keeps all of it alive."""
+        parts = []
+        for number in range(num_parts):
+            part = copy.copy(self)
+            part.num_bytes = self.num_bytes // num_parts
+            part.address = self.address + number * part.num_bytes
+            part._bytes = self._bytes[number * part.num_bytes :]
+            parts.append(part)
+        return parts
 
     def view(self, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Return `num_bytes` bytes from `offset` on as a flat tensor."""

@@ -94,11 +94,12 @@ def _attend_few(
     pages = state.table[b, c + step.first_block]
     is_repeated = selector is None and first_token == 0
     for items, addresses in pool.stream(layer, pages, h, is_repeated=is_repeated):
-        # Threads that read need a core: one is enough for attention to what comes from a file.
-        num_threads = 1 if pool.is_moving else None
+        # One thread is faster than a file, and leaves a core to the threads that read it.
+        num_threads = None if len(items) == len(pages) else 1
         step.attend(b[items], h[items], c[items], addresses, num_threads)
     if not step.has_tail and state.num_tail:
-        step.attend(*np.zeros((4, 0), dtype=np.int64))
+        none = np.zeros(0, dtype=np.int64)
+        step.attend(none, none, none, none)
     if selector is not None and is_noted and is_read.any():
         selector.note(layer, *step.shares(is_read))
     return step.result

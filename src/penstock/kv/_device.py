@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import CapacityError, InfeasibleError
-from penstock.kv._areas import SlotMemory
+from penstock.kv._areas import Area, SlotMemory
 from penstock.kv._layout import BlockLayout
 from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
 from penstock.kv._residency import RecordResidency
@@ -17,7 +17,7 @@ from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
 
 _BUFFER_BYTES = 4 * 2**20
-_LEAST_BUFFER_BYTES = 2**20  # of smaller ones there are no more than two
+_LEAST_BUFFER_BYTES = 2**21  # of smaller ones there are no more than two
 _STAGING_SHARE = 2  # of the budget: the buffers take at most 1 / this
 _MOST_BUFFERS = 4
 
@@ -140,7 +140,7 @@ class DeviceTier:
         most = max(page, min(_BUFFER_BYTES, share // num_buffers) // page * page)
         num_buffers = max(1, min(num_buffers, (self.budget_bytes - self._slot_bytes) // most))
         self._ledger.add(Tier.DEVICE, -self.staging_bytes)
-        self._buffers = [TransferBuffer(most) for _ in range(num_buffers)]
+        self._buffers = [TransferBuffer(part) for part in Area(num_buffers * most).cut(num_buffers)]
         self._idle = deque(self._buffers)
         self._ledger.add(Tier.DEVICE, self.staging_bytes)
 
@@ -172,11 +172,6 @@ class DeviceTier:
         for buffer in self._idle:
             with contextlib.suppress(Exception):
                 buffer.wait()
-
-    @property
-    def is_moving(self) -> bool:
-        """True while transfers of buffers are under way."""
-        return any(buffer.is_moving for buffer in self._buffers)
 
     @property
     def is_writing(self) -> bool:

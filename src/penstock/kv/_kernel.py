@@ -193,7 +193,8 @@ class RecordAttention:
         )
         if parts:
             out, lse = merge([*parts, (self.out, self.lse)])
-            self.out.copy_(out), self.lse.copy_(lse)
+            self.out.copy_(out)
+            self.lse.copy_(lse)
 
 
 def copy_pieces(destinations: np.ndarray, sources: np.ndarray, num_bytes: int) -> None:

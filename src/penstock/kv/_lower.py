@@ -23,11 +23,10 @@ from penstock.kv._prefix_file import PrefixFile, PrefixRecords, SavedLayer
 from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, Tier
 from penstock.units import format_bytes
 
-_NUM_THREADS = 4
+NUM_THREADS = 4
+"""Reads that are under way at once, which keep the queue of a disk full."""
 _FIRST_SEGMENT_BYTES = 256 * 1024
 _SEGMENT_BYTES = 4 * 2**20
-_PIECE_BYTES = 2**19  # reads are cut into pieces of at least this, for the threads
-_PIECES = 2  # of a buffer, so that reads of two buffers keep all threads busy
 
 
 class TransferBuffer:
@@ -39,8 +38,8 @@ class TransferBuffer:
         reads: Bytes, start and end of those reads that have ended, until they are counted.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.area = Area(num_bytes)
+    def __init__(self, area: Area) -> None:
+        self.area = area
         self.pending: list[Future[None]] = []
         self.reads: list[tuple[int, int, int]] = []
 
@@ -229,6 +228,7 @@ class PageTiers:
         layout: BlockLayout,
         buffer: TransferBuffer,
         offsets: np.ndarray,
+        num_threads: int = 1,
     ) -> None:
         """Start to read records from the file into a buffer.
 
@@ -240,24 +240,31 @@ class PageTiers:
             layout: Their layout.
             buffer: Memory for all of them.
             offsets: Place of each in the buffer in bytes, int64.
+            num_threads: Threads that divide them.
         """
         if not len(pages):
             return
         record = layout.record_bytes
         segments = self._pages.segment[pages]
         begins = (self._pages.place[pages] * layout.num_heads + heads) * record
-        joined = (np.diff(segments) == 0) & (np.diff(begins) == record)
-        joined &= np.diff(offsets) == record
-        starts = np.concatenate([[0], np.flatnonzero(~joined) + 1, [len(pages)]])
-        piece = max(_PIECE_BYTES, len(pages) * record // _PIECES) // record
-        for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-            for at in range(first, end, max(1, piece)):
-                extent = self._segments[int(segments[at])].extent
-                num_bytes = (min(end, at + max(1, piece)) - at) * record
-                address = buffer.area.address + int(offsets[at])
-                buffer.pending.append(
-                    self._submit(self._read, buffer, extent, address, num_bytes, int(begins[at]))
+        share = -(-len(pages) // num_threads)
+        is_start = np.ones(len(pages), dtype=bool)
+        is_start[1:] = (np.diff(segments) != 0) | (np.diff(begins) != record)
+        is_start[1:] |= np.diff(offsets) != record
+        is_start[::share] = True
+        starts = np.flatnonzero(is_start)
+        lengths = dict(zip(starts.tolist(), np.diff(starts, append=len(pages)), strict=True))
+        for tasks in np.split(starts, np.searchsorted(starts, range(share, len(pages), share))):
+            pieces = [
+                (
+                    self._segments[int(segments[at])].extent,
+                    buffer.area.address + int(offsets[at]),
+                    int(lengths[at]) * record,
+                    int(begins[at]),
                 )
+                for at in tasks.tolist()
+            ]
+            buffer.pending.append(self._submit(self._read_pieces, buffer, pieces))
 
     def count_reads(self, buffer: TransferBuffer) -> int:
         """Record the reads into a buffer that have ended; return their bytes."""
@@ -361,7 +368,7 @@ class PageTiers:
 
     def _submit(self, function: Callable[..., None], *args: object) -> Future[None]:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-kv")
+            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="penstock-kv")
         return self._threads.submit(function, *args)
 
     def _write(
@@ -375,6 +382,12 @@ class PageTiers:
             self.failure = error
             raise
         self._ledger.record_transfer(Link.DEVICE_TO_FILE, num_bytes, start_ns)
+
+    def _read_pieces(
+        self, buffer: TransferBuffer, pieces: list[tuple[Extent | PrefixRecords, int, int, int]]
+    ) -> None:
+        for piece in pieces:
+            self._read(buffer, *piece)
 
     def _read(
         self,

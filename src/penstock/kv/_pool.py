@@ -378,11 +378,6 @@ class BlockPool:
             self.fail(error)
             raise
 
-    @property
-    def is_moving(self) -> bool:
-        """True while threads move bytes from or to the file."""
-        return self._device.is_moving
-
     def find_resident(self, layer: int) -> ResidentLayer | None:
         """Return all records of a layer and its tail for a step, which counts as reading them.
 

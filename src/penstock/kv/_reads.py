@@ -19,7 +19,7 @@ from penstock.kv._device import DeviceTier
 from penstock.kv._inputs import ComputedPages, InputPages
 from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
+from penstock.kv._lower import NUM_THREADS, PageTable, PageTiers, TransferBuffer
 from penstock.memory import Ledger, Link
 
 Groups = Iterator[tuple[np.ndarray, np.ndarray]]
@@ -289,7 +289,8 @@ class BlockReads:
             is_read[computed.places] = False
             records, offsets = records[is_read], offsets[is_read]
         pages, heads = np.divmod(records, plan.layout.num_heads)
-        self._lower.read(pages, heads, plan.layout, buffer, offsets)
+        num_threads = max(1, NUM_THREADS // self._device.num_buffers)
+        self._lower.read(pages, heads, plan.layout, buffer, offsets, num_threads)
 
     def _per_buffer(self, layout: BlockLayout, records: np.ndarray) -> int:
         """Return how many of the records of one layer a buffer holds."""
