@@ -44,6 +44,7 @@ SELECTORS = {
     "double_sparsity": lambda **budget: DoubleSparsity(calibrated(4), **budget),
     "double_sparsity_max": lambda **budget: DoubleSparsity(calibrated(4), reduce="max", **budget),
     "double_sparsity_4bit": lambda **budget: DoubleSparsity(calibrated(4), bits=4, **budget),
-    "nosa": lambda **budget: Nosa(**budget),
+    "nosa": lambda **budget: Nosa(bits=None, **budget),
+    "nosa_4bit": lambda **budget: Nosa(**budget),
     "accumulated": lambda **budget: Accumulated(**budget),
 }

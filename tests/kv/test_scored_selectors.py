@@ -15,7 +15,8 @@ from _fake_pool import (
     draw_query,
 )
 from penstock.kv.selectors import ChannelCalibration, DoubleSparsity, Nosa
-from penstock.kv.selectors._double_sparsity import pack_4bit, unpack_4bit
+from penstock.kv.selectors._nosa import pool_alike
+from penstock.kv.selectors._packing import pack_4bit, unpack_4bit
 
 NUM_BLOCKS = 10
 ALL_CHANNELS = [torch.arange(DIM).expand(HEADS, DIM)]
@@ -115,30 +116,46 @@ def test_foreign_layers_and_heads_are_refused():
         ChannelCalibration().channels(1)
 
 
-def reference_fit(keys, query):
-    """Average 32 tokens every 16, score with the queries, take the best that overlaps a block."""
-    flat = keys.flatten(0, 1)
-    starts = range(0, len(flat) - 31, 16)
-    averages = torch.stack([flat[start : start + 32].mean(0) for start in starts])
-    products = query @ averages.T * DIM**-0.5
-    best = torch.full((len(query), len(keys)), -torch.inf)
-    for place, start in enumerate(starts):
-        for block in {start // BLOCK, (start + 31) // BLOCK}:
-            best[:, block] = torch.maximum(best[:, block], products[:, place])
-    return best.softmax(-1).sum(0)
+def pool_by_loops(keys, num_pools):
+    """Means of pools around keys that are far from each other."""
+    firsts = [int((keys - keys.mean(0)).norm(dim=1).argmin())]
+    while len(firsts) < num_pools:
+        distances = torch.cdist(keys, keys[firsts]).amin(1)
+        distances[firsts] = -1
+        firsts.append(int(distances.argmax()))
+    pool = torch.cdist(keys, keys[firsts]).argmin(1)
+    pool[firsts] = torch.arange(num_pools)
+    return torch.stack([keys[pool == number].mean(0) for number in range(num_pools)])
+
+
+def test_pools_hold_keys_that_are_alike():
+    keys = draw_keys(3)
+    means = pool_alike(keys, 5)
+    for place in [(0, 0, 0), (1, 1, 2)]:
+        torch.testing.assert_close(means[place], pool_by_loops(keys[place], 5))
+    torch.testing.assert_close(pool_alike(keys, 1)[..., 0, :], keys.mean(3))
+    every = pool_alike(keys, BLOCK).sort(3).values
+    torch.testing.assert_close(every, keys.sort(3).values)
+    assert torch.equal(pool_alike(torch.ones(1, 4, 3), 3), torch.ones(1, 3, 3))
+
+
+def reference_fit(means, query):
+    """Score a block by the mean that fits best."""
+    return (DIM**-0.5 * query @ means.mT).amax(-1).T.softmax(-1).sum(0)
 
 
 def test_nosa_takes_what_fits_the_query_and_then_its_own_scores():
     keys, query = draw_keys(NUM_BLOCKS), draw_query(num_tokens=2)
-    selector = Nosa(num_blocks=6, num_query_blocks=2)
-    selector.observe(0, 0, keys)
+    selector = Nosa(num_blocks=6, num_query_blocks=2, bits=None)
+    selector.observe(0, 0, keys[:, :, :4])
+    selector.observe(0, 4, keys[:, :, 4:])
     chosen = selector.select(query, 0, FakePool(NUM_BLOCKS))
     for batch in range(BATCH):
         for head in range(HEADS):
-            fit = reference_fit(keys[batch, head], groups(query, batch, head))
+            means = torch.stack([pool_by_loops(block, 4) for block in keys[batch, head]])
+            fit = reference_fit(means, groups(query, batch, head))
             middle = range(1, NUM_BLOCKS - 1)
             aware = sorted(middle, key=lambda block: -fit[block])[:2]
-            means = keys[batch, head].unflatten(1, (2, 16)).mean(2)
             unlike = [
                 1 - torch.cosine_similarity(means[b], means[: b + 1].mean((0, 1)), dim=-1).min()
                 for b in range(NUM_BLOCKS)
@@ -146,6 +163,21 @@ def test_nosa_takes_what_fits_the_query_and_then_its_own_scores():
             free = sorted(set(middle) - set(aware), key=lambda block: -unlike[block])[:2]
             expected = sorted([0, NUM_BLOCKS - 1, *aware, *free])
             assert chosen[batch, head].tolist() == expected
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_nosa_finds_one_token_that_an_average_would_lose(bits):
+    keys = draw_keys(NUM_BLOCKS) / 4
+    wanted = draw_query()[:, ::GROUP, 0]
+    query = wanted.repeat_interleave(GROUP, 1)[:, :, None]
+    keys[:, :, 5] -= wanted[:, :, None] / 4  # a block that fits badly, but for one token
+    keys[:, :, 5, 20] = wanted
+    averages = (keys.mean(3) * wanted[:, :, None]).sum(-1)
+    assert bool((averages.argmax(-1) != 5).all())
+    selector = Nosa(num_blocks=3, num_query_blocks=1, bits=bits)
+    selector.observe(0, 0, keys)
+    chosen = selector.select(query, 0, FakePool(NUM_BLOCKS))
+    assert bool((chosen[..., 1] == 5).all())
 
 
 def test_nosa_changes_at_most_its_query_blocks():
@@ -177,14 +209,14 @@ def test_nosa_uses_the_head_of_a_model_that_has_one():
         wrong.observe(0, 0, draw_keys(2))
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"stride": 0}, {"pool_tokens": 24}, {"num_query_blocks": -1}]
-)
+@pytest.mark.parametrize("arguments", [{"pool_tokens": 0}, {"bits": 8}, {"num_query_blocks": -1}])
 def test_wrong_settings_of_nosa_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         Nosa(num_blocks=4, **arguments)
 
 
-def test_nosa_needs_a_stride_that_divides_the_block():
+def test_nosa_needs_pools_that_divide_the_block_and_an_even_head_size():
     with pytest.raises(ValueError, match="must divide"):
-        Nosa(num_blocks=4, pool_tokens=24, stride=24).observe(0, 0, draw_keys(1))
+        Nosa(num_blocks=4, pool_tokens=24).observe(0, 0, draw_keys(1))
+    with pytest.raises(ValueError, match="must be even; got 7"):
+        Nosa(num_blocks=4).observe(0, 0, draw_keys(1)[..., :7])

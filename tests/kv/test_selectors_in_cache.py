@@ -24,7 +24,7 @@ def make_selector(name, model, **budget):
     if name == "own":
         inner = Window(**budget)
         return CheckedSelector(inner)
-    nosa = {"pool_tokens": 8, "stride": 4} if name == "nosa" else {}
+    nosa = {"pool_tokens": 4} if name == "nosa" else {}
     return {"nosa": Nosa, "accumulated": Accumulated, "window": Window}[name](**budget, **nosa)
 
 

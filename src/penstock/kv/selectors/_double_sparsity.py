@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kv.selectors._budget import BlockSummaries, BudgetSelector, split_heads
+from penstock.kv.selectors._packing import pack_4bit, unpack_4bit
 
 
 class ChannelCalibration:
@@ -166,24 +167,3 @@ class DoubleSparsity(BudgetSelector):
         best = products.unflatten(3, (total, -1)).amax(dim=4)
         weights = (best - products.logsumexp(dim=3, keepdim=True)).exp()  # (B, H, rows, N)
         return weights.sum(dim=2) if self._reduce == "sum" else weights.amax(dim=2)
-
-
-def pack_4bit(labels: Tensor) -> list[Tensor]:
-    """Round labels `(B, H, N, T, r)` to 16 steps between the extremes of a block's channel.
-
-    Returns:
-        uint8 `(B, H, N, T, r / 2)`, and offsets and steps, float16 `(B, H, N, 1, r)`.
-    """
-    low, high = labels.float().aminmax(dim=3, keepdim=True)
-    offset = low.half()
-    step = ((high - offset.float()) / 15).half()
-    level = (labels.float() - offset.float()) / step.float().clamp(min=1e-7)
-    level = level.round().clamp(0, 15).to(torch.uint8)
-    return [level[..., 0::2] | (level[..., 1::2] << 4), offset, step]
-
-
-def unpack_4bit(parts: Sequence[Tensor]) -> Tensor:
-    """Return the labels of `pack_4bit`, float32 `(B, H, N, T, r)`."""
-    packed, offset, step = parts
-    level = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return level.float() * step.float() + offset.float()

@@ -15,18 +15,27 @@ from penstock.kv.selectors._budget import (
     split_heads,
     top_blocks,
 )
+from penstock.kv.selectors._packing import pack_4bit, unpack_4bit
 
 
 class Nosa(BudgetSelector):
     """Sinks, recent blocks, some that fit the query, and for the rest a choice without the query.
 
-    Query-aware part: keys averaged over `pool_tokens` tokens every `stride` tokens are scored by
-    the query, a block by the best of the averages that overlap it, after a softmax over the blocks,
-    summed over the group. Query-independent part: a score that a block gets when it is full and
-    keeps. While no block is added, a step changes at most `num_query_blocks` of the blocks.
+    Query-aware part: the keys of a block are pooled, one pool for `pool_tokens` tokens, and a block
+    scores as the mean key of a pool that has the largest product with the query, after a softmax
+    over the blocks, summed over the group. Pools hold keys that are alike, wherever in the block
+    they are: their first members are the key nearest to the block's mean and then, again and again,
+    the key farthest from all first members. So keys unlike the rest, which attract attention, have
+    pools of their own, and are not lost in an average.
 
-    A model without a trained head has no such score. Then a block's is one less the least cosine
-    of its averages to the mean of all keys up to it: keys unlike the rest attract attention.
+    Query-independent part: a score that a block gets when it is full and keeps. While no block is
+    added, a step changes at most `num_query_blocks` of the blocks. A model without a trained head
+    has no such score. Then a block's is one less the least cosine of its means to the mean of those
+    of all blocks up to it.
+
+    Kept per token, KV head and layer: with 4 bits, d / (2 pool_tokens) bytes for means and
+    4 d / block_tokens for steps and offsets, 8 bytes at d = 64 and blocks of 64; without,
+    d / pool_tokens numbers.
 
     Example:
         >>> selector = Nosa(num_blocks=64, num_query_blocks=16)
@@ -34,19 +43,21 @@ class Nosa(BudgetSelector):
     Args:
         num_blocks: Full blocks to read; or give `share`.
         share: Of the full blocks.
-        num_query_blocks: Blocks chosen by the query; None is half of what sinks and recent blocks
-            leave. At most what they leave.
+        num_query_blocks: Blocks chosen by the query; None is three quarters of what sinks and
+            recent blocks leave, rounded up. At most what they leave.
         num_sinks: Blocks at the beginning that are always read.
         num_recent: Newest full blocks that are always read.
-        pool_tokens: Tokens of an average, a multiple of `stride`.
-        stride: Tokens from one average to the next; divides the tokens of a block.
+        pool_tokens: Tokens of a block for each of its pools; divides the tokens of a block.
+        bits: 4 keeps two numbers in a byte, with a float16 step and offset per block and channel;
+            None keeps means in the dtype of the keys. With 4, the head size must be even.
         scale: Of the attention's products; None is d ** -0.5.
         score: The model's trained head: takes the layer and the keys `(B, H, blocks, T, d)` of
             blocks that became full, and returns their scores, `(B, H, blocks)`.
 
     Source:
-        Huang et al., NOSA, arXiv:2510.13602, section 3 (selection with locality); the scores
-        without a trained head: Park et al., KeyDiff, arXiv:2504.15364, section 3.
+        Huang et al., NOSA, arXiv:2510.13602, section 3 (selection with locality); the first members
+        of pools: Gonzalez, "Clustering to minimize the maximum intercluster distance", 1985; the
+        scores without a trained head: Park et al., KeyDiff, arXiv:2504.15364, section 3.
     """
 
     def __init__(
@@ -57,26 +68,27 @@ class Nosa(BudgetSelector):
         num_query_blocks: int | None = None,
         num_sinks: int = 1,
         num_recent: int = 1,
-        pool_tokens: int = 32,
-        stride: int = 16,
+        pool_tokens: int = 8,
+        bits: int | None = 4,
         scale: float | None = None,
         score: Callable[[int, Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(
             num_blocks=num_blocks, share=share, num_sinks=num_sinks, num_recent=num_recent
         )
-        if stride < 1 or pool_tokens < stride or pool_tokens % stride:
-            raise ValueError(
-                f"pool_tokens must be a multiple of stride; got {pool_tokens} and {stride}"
-            )
+        if pool_tokens < 1:
+            raise ValueError(f"pool_tokens must be at least 1; got {pool_tokens}")
+        if bits not in (None, 4):
+            raise ValueError(f"bits must be None or 4; got {bits!r}")
         if num_query_blocks is not None and num_query_blocks < 0:
             raise ValueError(f"num_query_blocks must be at least 0; got {num_query_blocks}")
         self._num_query_blocks = num_query_blocks
         self._pool_tokens = pool_tokens
-        self._stride = stride
+        self._bits = bits
         self._scale = scale
         self._score = score
-        self._summaries = BlockSummaries()  # means (B, H, N, T / stride, d), scores (B, H, N)
+        # Scores (B, H, N), and means (B, H, N, T / pool_tokens, d), maybe packed
+        self._summaries = BlockSummaries()
 
     @property
     def nbytes(self) -> int:
@@ -84,16 +96,19 @@ class Nosa(BudgetSelector):
         return self._summaries.nbytes
 
     def observe(self, layer: int, first_block: int, keys: Tensor) -> None:
-        """Keep averages and scores of new blocks; arguments as of `BudgetSelector.observe`."""
+        """Keep means and scores of new blocks; arguments as of `BudgetSelector.observe`."""
         super().observe(layer, first_block, keys)
-        if keys.shape[3] % self._stride:
+        if keys.shape[3] % self._pool_tokens:
             raise ValueError(
-                f"stride must divide the tokens of a block, {keys.shape[3]}; got {self._stride}"
+                f"pool_tokens must divide the tokens of a block, {keys.shape[3]}; got "
+                f"{self._pool_tokens}"
             )
-        # Averages over pool_tokens are averages of these, so products are taken with these only.
-        means = keys.unflatten(3, (-1, self._stride)).float().mean(dim=4)
+        if self._bits and keys.shape[4] % 2:
+            raise ValueError(f"with bits=4 the head size must be even; got {keys.shape[4]}")
+        means = pool_alike(keys.float(), keys.shape[3] // self._pool_tokens)
+        parts = pack_4bit(means) if self._bits else [means.to(keys.dtype)]
         if self._score is None:
-            scores = self._difference(layer, first_block, means)
+            scores = self._difference(layer, first_block, self._unpack(parts))
         else:
             scores = self._score(layer, keys)
             if scores.shape != keys.shape[:3]:
@@ -101,7 +116,7 @@ class Nosa(BudgetSelector):
                     f"score must return {tuple(keys.shape[:3])}, one number per block; got "
                     f"{tuple(scores.shape)}"
                 )
-        self._summaries.append(layer, first_block, [means.to(keys.dtype), scores.float()])
+        self._summaries.append(layer, first_block, [scores.float(), *parts])
 
     def reorder(self, index: Tensor) -> None:
         """Follow the beams; see `BudgetSelector.reorder`."""
@@ -117,34 +132,64 @@ class Nosa(BudgetSelector):
         budget = self._budget(total)
         if budget >= total:
             return None
-        means, scores = self._summaries.read(layer, total)
+        scores, *parts = self._summaries.read(layer, total)
         forced = self._force(torch.zeros_like(scores)).isinf()
         left = budget - int(forced[0, 0].sum())
-        num_query = left - left // 2 if self._num_query_blocks is None else self._num_query_blocks
-        fit = self._fit(query, means).masked_fill(forced, -torch.inf)
+        num_query = left - left // 4 if self._num_query_blocks is None else self._num_query_blocks
+        fit = self._fit(query, self._unpack(parts)).masked_fill(forced, -torch.inf)
         chosen = forced.scatter(2, top_blocks(fit, min(num_query, left)), True)
         return top_blocks(scores.masked_fill(chosen, torch.inf), budget).sort(dim=-1).values
 
+    def _unpack(self, parts: list[Tensor]) -> Tensor:
+        """Return the means, float32 `(B, H, N, T / pool_tokens, d)`."""
+        return unpack_4bit(parts) if self._bits else parts[0].float()
+
     def _fit(self, query: Tensor, means: Tensor) -> Tensor:
         """Return the query-aware scores, float32 `(B, H, N)`."""
-        batch, num_heads, _, per_block, _ = means.shape
-        rows = split_heads(query, num_heads)
         scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
-        products = rows @ means.float().flatten(2, 3).transpose(2, 3) * scale
-        # The product with an average is the average of the products.
-        span = min(self._pool_tokens // self._stride, products.shape[-1])
-        averages = functional.avg_pool1d(products.flatten(0, 1), span, stride=1)
-        padded = functional.pad(averages, (span - 1, span - 1), value=-torch.inf)
-        best = functional.max_pool1d(padded, per_block + span - 1, stride=per_block)
-        weights = best.softmax(dim=-1).unflatten(0, (batch, num_heads))
-        return weights.sum(dim=2)
+        rows = split_heads(query, means.shape[1]) * scale
+        products = rows @ means.flatten(2, 3).transpose(2, 3)
+        best = products.unflatten(3, (means.shape[2], -1)).amax(dim=4)
+        return best.softmax(dim=-1).sum(dim=2)
 
     def _difference(self, layer: int, first_block: int, means: Tensor) -> Tensor:
-        """Return one less the least cosine of a block's means to the mean of the keys up to it."""
+        """Return one less the least cosine of a block's means to the mean of those up to it."""
         sums = means.mean(dim=3).cumsum(dim=2)
         self._summaries.check_first(layer, first_block)
         if first_block:
-            earlier, _ = self._summaries.read(layer, self._summaries.count(layer))
-            sums = sums + earlier[:, :, :first_block].float().mean(dim=3).sum(dim=2, keepdim=True)
+            _, *parts = self._summaries.read(layer, self._summaries.count(layer))
+            earlier = self._unpack([part[:, :, :first_block] for part in parts])
+            sums = sums + earlier.mean(dim=3).sum(dim=2, keepdim=True)
         anchor = sums[:, :, :, None]  # the cosine does not see the number of blocks in the sum
         return 1 - functional.cosine_similarity(means, anchor, dim=-1).amin(dim=3)
+
+
+def pool_alike(keys: Tensor, num_pools: int) -> Tensor:
+    """Return the mean keys of pools of keys that are alike.
+
+    Args:
+        keys: float32 `(..., T, d)`.
+        num_pools: Pools of each `T` keys.
+
+    Returns:
+        float32 `(..., num_pools, d)`.
+    """
+    distance = _square_distance(keys, keys.mean(dim=-2, keepdim=True))
+    first = distance.argmin(dim=-1, keepdim=True)
+    nearest = torch.full_like(distance, torch.inf)  # square distance to the nearest first member
+    pool = torch.zeros_like(distance, dtype=torch.int64)
+    for number in range(num_pools):
+        member = keys.take_along_dim(first[..., None], dim=-2)
+        distance = _square_distance(keys, member)
+        # Not only nearer ones: equal keys must not leave a later pool empty.
+        is_own = (distance < nearest).scatter(-1, first, True)
+        pool = pool.masked_fill(is_own, number)
+        nearest = torch.minimum(nearest, distance).scatter(-1, first, -1.0)
+        first = nearest.argmax(dim=-1, keepdim=True)
+    members = functional.one_hot(pool, num_pools).to(keys.dtype).transpose(-2, -1)
+    return members @ keys / members.sum(dim=-1, keepdim=True)
+
+
+def _square_distance(keys: Tensor, others: Tensor) -> Tensor:
+    """Return `(..., T)`."""
+    return (keys - others).square().sum(dim=-1)
