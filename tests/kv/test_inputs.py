@@ -137,13 +137,13 @@ def test_the_choice_follows_from_what_was_measured(store: Path, monkeypatch: pyt
     inputs = torch.rand(1, 64 * T, WIDTH)
     pool.append(0, *projection.project(inputs), inputs=inputs)
     read_keys(pool, 0)
-    assert pool._inputs is not None
-    pool._inputs._seconds_per_token = {0: 1.0}
+    assert pool._tiers.inputs is not None
+    pool._tiers.inputs._seconds_per_token = {0: 1.0}
     before = projection.num_blocks
     assert before > 0
     read_keys(pool, 0)
     assert projection.num_blocks == before
-    pool._inputs._seconds_per_token = {0: 1e-12}
+    pool._tiers.inputs._seconds_per_token = {0: 1e-12}
     read_keys(pool, 0)
     assert projection.num_blocks > before
     pool.close()

@@ -109,7 +109,7 @@ class Reads:
         """Return the offsets at which a step begins to read a layer, and not another one."""
         seen = []
         for each in range(LAYERS):
-            model.pool._reads.drop_ahead()
+            model.pool._tiers.reads.drop_ahead()
             self.offsets.clear()
             keys = torch.arange(model.pool.num_blocks(each)).expand(1, HEADS, -1)
             model.pool.keys_of(each, keys)

@@ -46,6 +46,27 @@ class LayerBlocks:
         """Tokens of a sequence."""
         return self.num_blocks * self.layout.block_tokens + self.num_tail
 
+    def check_append(self, layer: int, layout: BlockLayout, batch_size: int) -> None:
+        """Raise `ValueError` if tokens of other shapes than before come to a layer."""
+        if self.layout != layout or self.batch_size != batch_size:
+            raise ValueError(
+                f"layer {layer} holds {self.batch_size} sequences of {self.layout}; got "
+                f"{batch_size} of {layout}"
+            )
+
+    def fill_tail(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Copy tokens `(B, H, n, dim)` to the tail, as many as it has room for.
+
+        Returns:
+            Their number.
+        """
+        num_tokens = min(keys.shape[2], self.layout.block_tokens - self.num_tail)
+        place = slice(self.num_tail, self.num_tail + num_tokens)
+        for part, tail in zip((keys, values), self.layout.split(self.tail), strict=True):
+            tail[:, :, place] = part[:, :, :num_tokens]
+        self.num_tail = place.stop
+        return num_tokens
+
     @property
     def tail_bytes(self) -> int:
         """Bytes of the tail."""

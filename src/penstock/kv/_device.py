@@ -92,6 +92,10 @@ class DeviceTier:
                 proved=True,
             )
 
+    def count_selector(self, selector: object) -> None:
+        """Count the bytes that a selector keeps, as `set_selector_bytes` does."""
+        self.set_selector_bytes(int(getattr(selector, "nbytes", 0)))
+
     def set_selector_bytes(self, num_bytes: int) -> None:
         """Count the bytes that a selector keeps; records make room for them.
 

@@ -25,6 +25,15 @@ Recompute = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 inputs `(k, T, width)` of k blocks."""
 
 
+def check_inputs(kept: InputPages | None, keys: torch.Tensor, inputs: torch.Tensor) -> None:
+    """Raise `ValueError` if inputs are not those of keys, or the pool keeps none."""
+    if kept is None or inputs.dim() != 3 or inputs.shape[:2] != keys.shape[:3:2]:
+        raise ValueError(
+            f"inputs must be (B, n, width) with the (B, n) of keys, {tuple(keys.shape[:3:2])}, "
+            f"of a pool with recompute=; got {tuple(inputs.shape)}"
+        )
+
+
 @dataclass(eq=False)
 class _Unfinished:
     """Inputs of the unfinished blocks of one layer.

@@ -7,6 +7,7 @@ The newest, unfinished block of every sequence (the tail) never leaves the devic
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -15,19 +16,17 @@ import numpy as np
 import torch
 
 from penstock.errors import PenstockError, PrefixFileError, StoreReadError
-from penstock.kv._blocks import BlockWrites, LayerBlocks
-from penstock.kv._device import DeviceTier
-from penstock.kv._inputs import InputPages, Recompute
+from penstock.kv._blocks import LayerBlocks
+from penstock.kv._inputs import Recompute, check_inputs
 from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers
 from penstock.kv._prefix import save_pool, show_blocks, take_layer
 from penstock.kv._prefix_file import PrefixFile
-from penstock.kv._reads import BlockReads
 from penstock.kv._report import PoolReport
 from penstock.kv._resident import ResidentLayer
 from penstock.kv._selector import name_of, resolve_selector
-from penstock.memory import FileStore, Ledger, Link, Tier
+from penstock.kv._tiers import PoolTiers
+from penstock.memory import FileStore, Ledger, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
 from penstock.units import parse_bytes
 
@@ -93,20 +92,25 @@ class BlockPool:
         self.ledger = Ledger()
         self._layers: dict[int, LayerBlocks] = {}
         self._resident: dict[int, ResidentLayer] = {}
-        self._recompute = recompute
-        self._budget_bytes = parse_bytes(device_memory, name="device_memory")
+        budget_bytes = parse_bytes(device_memory, name="device_memory")
         if host_memory is None and store is not None:
             host_memory = 0
         host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
-        self._host_bytes = host_bytes
-        self._store = store
         if prefix is not None and not isinstance(prefix, PrefixFile):
             prefix = PrefixFile(os.fspath(prefix))
-        self._num_layers = max(num_layers, 0 if prefix is None else len(prefix.layers))
         self._alignment_bytes = 64 if store is None and prefix is None else DIRECT_IO_BYTES
+        self._make_tiers = functools.partial(
+            PoolTiers,
+            self.ledger,
+            budget_bytes=budget_bytes,
+            host_bytes=host_bytes,
+            store=store,
+            num_layers=max(num_layers, 0 if prefix is None else len(prefix.layers)),
+            recompute=recompute,
+        )
         self._failure: BaseException | None = None
         self._closed = False
-        self._make_tiers(prefix)
+        self._tiers = self._make_tiers(prefix=prefix)
         if prefix is not None:
             try:
                 self._begin_with(prefix)
@@ -114,27 +118,14 @@ class BlockPool:
                 self.close()
                 raise
 
-    def _make_tiers(self, prefix: PrefixFile | None) -> None:
-        """Make the tiers, with nothing in them."""
-        self._pages = pages = PageTable()
-        self._lower = lower = PageTiers(pages, self.ledger, self._host_bytes, self._store, prefix)
-        self._device = device = DeviceTier(
-            self._budget_bytes, pages, lower, self.ledger, half_life=64 * self._num_layers
-        )
-        self._writes = BlockWrites(pages, device, lower)
-        self._inputs = None
-        if self._recompute is not None:
-            self._inputs = InputPages(pages, device, lower, self.ledger, self._recompute)
-        self._reads = BlockReads(pages, device, lower, self.ledger, self._inputs)
-
     def _begin_with(self, prefix: PrefixFile) -> None:
         """Take over the layers of a prefix file, of which no record is read for that."""
         for saved in prefix.layers:
             prefix.check_block_tokens(saved, self.block_tokens)
             state = self._make_layer(saved.layer, saved.layout, len(saved.table), None)
-            take_layer(saved, state, self._pages, self._lower)
+            take_layer(saved, state, self._tiers.pages, self._tiers.lower)
         show_blocks(self)
-        self._count_selector()
+        self._tiers.device.count_selector(self._selector)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save all tokens to a file, whose name appears when it is complete, or replace it.
@@ -200,19 +191,15 @@ class BlockPool:
                 used after that, except for `reset` and `close`.
         """
         self.check_usable()
-        if inputs is not None and (
-            self._inputs is None or inputs.dim() != 3 or inputs.shape[:2] != keys.shape[:3:2]
-        ):
-            raise ValueError(
-                f"inputs must be (B, n, width) with the (B, n) of keys, {tuple(keys.shape[:3:2])}, "
-                f"of a pool with recompute=; got {tuple(inputs.shape)}"
-            )
+        kept = self._tiers.inputs
+        if inputs is not None:
+            check_inputs(kept, keys, inputs)
         state = self._layer_for(layer, keys, values, inputs)
         num_before = state.num_tokens
         with self._change():
             self._append(layer, state, keys, values, keep_from)
-            if inputs is not None and self._inputs is not None:
-                self._inputs.append(layer, state.table, inputs, num_before)
+            if inputs is not None and kept is not None:
+                kept.append(layer, state.table, inputs, num_before)
 
     def crop(self, num_tokens: int, layers: list[int] | None = None) -> None:
         """Keep the first tokens of every sequence and forget the others.
@@ -253,8 +240,8 @@ class BlockPool:
                 state.check_reorder(chosen)
                 with self._change():
                     self._reorder(state, chosen)
-                    if self._inputs is not None:
-                        self._inputs.reorder(layer, chosen)
+                    if self._tiers.inputs is not None:
+                        self._tiers.inputs.reorder(layer, chosen)
         self._tell_selector("reorder", layers, index)
 
     def repeat(self, repeats: int, layers: list[int] | None = None) -> None:
@@ -277,7 +264,7 @@ class BlockPool:
         if state is not None:
             end = min(max(0, token // self.block_tokens), state.num_blocks)
             with self._change():
-                self._release(state.layout, state.table[:, :end])
+                self._tiers.release(state.layout, state.table[:, :end])
                 state.table[:, :end] = -1
 
     def reset(self, layers: list[int] | None = None) -> None:
@@ -286,34 +273,35 @@ class BlockPool:
         Args:
             layers: Layers to reset; None: all. After a failure all are reset.
         """
-        self._check_open()
+        if self._closed:
+            raise PenstockError("this pool is closed; make a new one")
         with self._change():
-            if self._failure is not None or self._lower.failure is not None:
+            if self._failure is not None or self._tiers.lower.failure is not None:
                 self._start_anew()
-            self._device.settle()
+            self._tiers.device.settle()
             for layer in self.layers() if layers is None else layers:
                 state = self._layers.pop(layer, None)
                 if state is not None:
-                    self._release(state.layout, state.table)
+                    self._tiers.release(state.layout, state.table)
                     self.ledger.add(Tier.DEVICE, -state.tail_bytes)
-                    if self._inputs is not None:
-                        self._inputs.reset(layer)
+                    if self._tiers.inputs is not None:
+                        self._tiers.inputs.reset(layer)
             self._tell_selector("crop", layers, 0)
             if not self._layers:
-                self._count_selector()
-                self._device.restart()
+                self._tiers.device.count_selector(self._selector)
+                self._tiers.device.restart()
 
     def _start_anew(self) -> None:
         """Make the tiers anew: what a failure or an interrupt left in them is in doubt."""
-        self._reads.drop_ahead()
-        self._lower.close()
+        reads = self._tiers.reads
+        reads.drop_ahead()
+        self._tiers.close()
         self._layers.clear()
         self._resident.clear()
         for tier in Tier:
             self.ledger.add(tier, -self.ledger.resident(tier))
-        counts = self._reads.num_hits, self._reads.num_misses
-        self._make_tiers(None)
-        self._reads.num_hits, self._reads.num_misses = counts
+        self._tiers = self._make_tiers(prefix=None)
+        self._tiers.reads.keep_counts_of(reads)
         self._tell_selector("crop", None, 0)
         self._failure = None
 
@@ -325,10 +313,6 @@ class BlockPool:
         except BaseException as error:
             self.fail(error)
             raise
-
-    def _count_selector(self) -> None:
-        """Count the bytes that the selector keeps."""
-        self._device.set_selector_bytes(int(getattr(self._selector, "nbytes", 0)))
 
     def keys_of(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Return the keys of full blocks, wherever they are.
@@ -371,7 +355,7 @@ class BlockPool:
         """
         repeated, layout = layer if is_repeated else None, self._layers[layer].layout
         try:
-            yield from self._reads.stream(layout, pages, heads, layer=repeated)
+            yield from self._tiers.reads.stream(layout, pages, heads, layer=repeated)
         except (GeneratorExit, StoreReadError, PrefixFileError):
             raise  # nothing that was not read has been given a slot
         except BaseException as error:
@@ -384,51 +368,26 @@ class BlockPool:
         Returns:
             None where a block was dropped, or a record is not resident.
         """
-        state, version = self._layers[layer], self._device.version
+        state, device = self._layers[layer], self._tiers.device
         found = self._resident.get(layer)
-        if found is None or not found.is_of(state, version):
-            H = state.layout.num_heads
-            records = state.table[:, None, :] * H + np.arange(H)[:, None]
-            addresses = np.zeros(records.shape, dtype=np.int64)
-            if records.size and state.table.min() >= 0:
-                addresses = self._device.find(state.layout, records.ravel()).reshape(records.shape)
-            found = ResidentLayer.make(state, version, records, addresses)
-            self._resident[layer] = found
+        if found is None or not found.is_of(state, device.version):
+            found = self._resident[layer] = ResidentLayer.find(state, device)
         if found.addresses is None:
             return None
-        self._reads.count_hits(state.layout, found.records)
+        self._tiers.reads.count_hits(state.layout, found.records)
         return found
 
     def report(self) -> PoolReport:
         """Return bytes per tier and counts so far."""
-        moved, unused_bytes = self.ledger.moved, self._reads.unused_bytes
-        return PoolReport(
-            selector=name_of(self._selector),
-            num_layers=len(self._layers),
-            num_tokens=max((s.num_tokens for s in self._layers.values()), default=0),
-            num_blocks=self._pages.num_live,
-            budget_bytes=self._device.budget_bytes,
-            device_bytes=self.ledger.resident(Tier.DEVICE),
-            peak_device_bytes=self.ledger.peak(Tier.DEVICE),
-            tail_bytes=sum(state.tail_bytes for state in self._layers.values())
-            + (0 if self._inputs is None else self._inputs.tail_bytes),
-            host_bytes=self.ledger.resident(Tier.HOST),
-            file_bytes=self.ledger.resident(Tier.FILE),
-            prefix_bytes=self._lower.prefix_bytes,
-            num_hits=self._reads.num_hits,
-            num_misses=self._reads.num_misses,
-            num_computed=0 if self._inputs is None else self._inputs.num_computed,
-            read_bytes=moved(Link.HOST_TO_DEVICE) + moved(Link.FILE_TO_DEVICE) - unused_bytes,
-            unused_bytes=unused_bytes,
-            written_bytes=moved(Link.DEVICE_TO_HOST) + moved(Link.DEVICE_TO_FILE),
-            stall_seconds=self.ledger.stall_seconds,
+        return self._tiers.report(
+            selector=name_of(self._selector), layers=list(self._layers.values())
         )
 
     def close(self) -> None:
         """Give back all memory and the file. Further calls do nothing."""
         if not self._closed:
             self._closed = True
-            self._lower.close()
+            self._tiers.close()
             self._layers.clear()
 
     def fail(self, error: BaseException) -> None:
@@ -437,8 +396,9 @@ class BlockPool:
 
     def check_usable(self) -> None:
         """Raise an error if the pool is closed, or lost tokens when a tier failed."""
-        self._check_open()
-        failure = self._failure or self._lower.failure
+        if self._closed:
+            raise PenstockError("this pool is closed; make a new one")
+        failure = self._failure or self._tiers.lower.failure
         if failure is not None:
             raise PenstockError(
                 f"this pool lost tokens when a tier failed, or a call was interrupted "
@@ -451,10 +411,6 @@ class BlockPool:
         if told and hasattr(self._selector, event):
             getattr(self._selector, event)(value)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PenstockError("this pool is closed; make a new one")
-
     def _layer_for(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, inputs: torch.Tensor | None
     ) -> LayerBlocks:
@@ -463,24 +419,13 @@ class BlockPool:
         state = self._layers.get(layer)
         if state is None:
             return self._make_layer(layer, layout, keys.shape[0], inputs)
-        if state.layout != layout or state.batch_size != keys.shape[0]:
-            raise ValueError(
-                f"layer {layer} holds {state.batch_size} sequences of {state.layout}; got "
-                f"{keys.shape[0]} of {layout}"
-            )
+        state.check_append(layer, layout, keys.shape[0])
         return state
 
     def _make_layer(
         self, layer: int, layout: BlockLayout, batch_size: int, inputs: torch.Tensor | None
     ) -> LayerBlocks:
-        self._device.check_budget(layout, self._num_layers)
-        input_bytes = 0
-        if self._inputs is not None and inputs is not None:
-            self._inputs.add_layer(layer, layout, inputs)
-            input_bytes = self._inputs.layout(layer).page_bytes
-        if self._lower.has_file:
-            self._reads.drop_ahead()
-            self._device.make_staging(layout.page_bytes + input_bytes)
+        self._tiers.add_layer(layer, layout, inputs)
         tail = torch.zeros((batch_size, layout.num_heads, layout.record_items), dtype=layout.dtype)
         state = LayerBlocks(layout, np.zeros((batch_size, 0), dtype=np.int64), tail)
         self._layers[layer] = state
@@ -495,22 +440,17 @@ class BlockPool:
         values: torch.Tensor,
         keep_from: int,
     ) -> None:
-        block_tokens, at = self.block_tokens, 0
+        T, at = self.block_tokens, 0
         while at < keys.shape[2]:
-            num_left = keys.shape[2] - at
-            if state.num_tail == 0 and num_left >= block_tokens:  # whole blocks
-                end = at + num_left // block_tokens * block_tokens
+            num_whole = (keys.shape[2] - at) // T * T if state.num_tail == 0 else 0
+            if num_whole:
+                end = at + num_whole
                 self._seal(layer, state, keys[:, :, at:end], values[:, :, at:end], keep_from)
             else:
-                end = at + min(num_left, block_tokens - state.num_tail)
-                place = slice(state.num_tail, state.num_tail + end - at)
-                tail_keys, tail_values = state.layout.split(state.tail)
-                tail_keys[:, :, place] = keys[:, :, at:end]
-                tail_values[:, :, place] = values[:, :, at:end]
-                state.num_tail = place.stop
-                if state.num_tail == block_tokens:
+                end = at + state.fill_tail(keys[:, :, at:], values[:, :, at:])
+                if state.num_tail == T:
                     state.num_tail = 0
-                    self._seal(layer, state, tail_keys, tail_values, keep_from)
+                    self._seal(layer, state, *state.layout.split(state.tail), keep_from)
             at = end
 
     def _seal(
@@ -527,7 +467,7 @@ class BlockPool:
         table = np.full((state.batch_size, num_blocks), -1, dtype=np.int64)
         start = skipped * self.block_tokens
         if skipped < num_blocks:
-            table[:, skipped:] = self._writes.store(
+            table[:, skipped:] = self._tiers.writes.store(
                 layer, state.layout, keys[:, :, start:], values[:, :, start:]
             )
         first_block = state.num_blocks
@@ -536,42 +476,26 @@ class BlockPool:
         if hasattr(selector, "observe"):
             shape = (num_blocks, self.block_tokens)
             selector.observe(layer, first_block, keys.unflatten(2, shape))
-            self._count_selector()
+            self._tiers.device.count_selector(self._selector)
 
     def _crop(self, layer: int, state: LayerBlocks, num_tokens: int) -> None:
         num_blocks, num_tail = divmod(num_tokens, self.block_tokens)
-        if self._inputs is not None:
-            self._inputs.crop(layer, num_tokens, state.num_tokens)
+        if self._tiers.inputs is not None:
+            self._tiers.inputs.crop(layer, num_tokens, state.num_tokens)
         if num_blocks < state.num_blocks:
-            if num_tail:
-                self._load_tail(layer, state, num_blocks)
-            self._release(state.layout, state.table[:, num_blocks:])
+            if num_tail:  # a full block becomes the tail again
+                pages = state.table[:, num_blocks].repeat(state.layout.num_heads)
+                places = np.arange(len(pages))
+                heads = places % state.layout.num_heads
+                self._copy_records(layer, pages, heads, state.tail, places)
+            self._tiers.release(state.layout, state.table[:, num_blocks:])
             state.table = state.table[:, :num_blocks].copy()
         state.num_tail = num_tail
-
-    def _load_tail(self, layer: int, state: LayerBlocks, block: int) -> None:
-        """Copy a full block to the tail, which it becomes again."""
-        pages = state.table[:, block].repeat(state.layout.num_heads)
-        places = np.arange(len(pages))
-        self._copy_records(layer, pages, places % state.layout.num_heads, state.tail, places)
 
     def _reorder(self, state: LayerBlocks, chosen: np.ndarray) -> None:
         old, old_bytes = state.table, state.tail_bytes
         state.table = old[chosen]
-        np.add.at(self._pages.references, state.table[state.table >= 0], 1)
-        self._release(state.layout, old)
+        self._tiers.share(state.table)
+        self._tiers.release(state.layout, old)
         state.tail = state.tail[torch.from_numpy(chosen)]
         self.ledger.add(Tier.DEVICE, state.tail_bytes - old_bytes)
-
-    def _release(self, layout: BlockLayout, table: np.ndarray) -> None:
-        """Take away references of blocks; pages without one are freed."""
-        pages = table[table >= 0]
-        if not len(pages):
-            return
-        np.subtract.at(self._pages.references, pages, 1)
-        dead = np.unique(pages[self._pages.references[pages] == 0])
-        if len(dead):
-            self._reads.release(dead)
-            if self._inputs is not None:
-                self._inputs.free(dead)
-            self._writes.free(layout, dead)

@@ -44,7 +44,7 @@ class _Group:
     computed: ComputedPages | None
 
 
-class _Plan:
+class _ReadPlan:
     """Groups of the records of one layer that are read from the file, in their order."""
 
     def __init__(self, layout: BlockLayout, records: np.ndarray, per_buffer: int) -> None:
@@ -94,7 +94,7 @@ class BlockReads:
         self._ledger = ledger
         self._inputs = inputs
         self.num_hits = self.num_misses = self.unused_bytes = 0
-        self._ahead: _Plan | None = None
+        self._ahead: _ReadPlan | None = None
         self._last: dict[int, tuple[BlockLayout, np.ndarray]] = {}  # records of layers, as read
         self._next: dict[int, int] = {}  # the layer that was read after a layer
         self._layer_before: int | None = None
@@ -146,6 +146,11 @@ class BlockReads:
         """Note that distinct records are used that are resident, all of them."""
         self._device.residency(layout).touch(records)
         self.num_hits += len(records)
+
+    def keep_counts_of(self, other: BlockReads) -> None:
+        """Go on with the counts of another one."""
+        self.num_hits, self.num_misses = other.num_hits, other.num_misses
+        self.unused_bytes = other.unused_bytes
 
     def release(self, pages: np.ndarray) -> None:
         """Let no read of pages be under way: they are going to be freed."""
@@ -246,9 +251,9 @@ class BlockReads:
         self.unused_bytes += self._lower.count_reads(group.buffer)
         self._device.give_back(group.buffer)
 
-    def _take_plan(self, layout: BlockLayout, records: np.ndarray) -> _Plan:
+    def _take_plan(self, layout: BlockLayout, records: np.ndarray) -> _ReadPlan:
         """Return a plan to read records, some of which were read ahead where they are the same."""
-        plan = _Plan(layout, records, self._per_buffer(layout, records))
+        plan = _ReadPlan(layout, records, self._per_buffer(layout, records))
         if self._ahead is not None:
             groups = self._ahead.groups
             ahead = np.concatenate([group.records for group in groups])
@@ -260,7 +265,7 @@ class BlockReads:
                 self.drop_ahead()
         return plan
 
-    def _keep_reading(self, plan: _Plan, layer: int | None) -> None:
+    def _keep_reading(self, plan: _ReadPlan, layer: int | None) -> None:
         """Start reads while there are idle buffers: of this layer, then of the next one."""
         while self._device.num_idle and len(plan.next_records):
             self._read_group(plan)
@@ -276,7 +281,7 @@ class BlockReads:
         while self._device.num_idle > 1 and len(self._ahead.next_records):
             self._read_group(self._ahead)
 
-    def _read_group(self, plan: _Plan) -> None:
+    def _read_group(self, plan: _ReadPlan) -> None:
         records = plan.next_records
         buffer = self._device.take_buffer()
         computed = None
@@ -305,7 +310,7 @@ class BlockReads:
         self._layer_before = layer
         self._last[layer] = layout, records
 
-    def _plan_ahead(self, layer: int) -> _Plan | None:
+    def _plan_ahead(self, layer: int) -> _ReadPlan | None:
         """Return what the next layer with missing records will read, as far as can be told now."""
         for _ in range(len(self._next)):
             following = self._next.get(layer)
@@ -320,7 +325,7 @@ class BlockReads:
             is_missing = (self._device.find(layout, records) == 0) & (self._pages.host[pages] == 0)
             if is_missing.any():
                 records = records[is_missing]
-                return _Plan(layout, records, self._per_buffer(layout, records))
+                return _ReadPlan(layout, records, self._per_buffer(layout, records))
         return None
 
 

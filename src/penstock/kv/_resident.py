@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from penstock.kv._blocks import LayerBlocks
+from penstock.kv._device import DeviceTier
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,19 +30,22 @@ class ResidentLayer:
     _tail: torch.Tensor
 
     @classmethod
-    def make(
-        cls, state: LayerBlocks, version: int, records: np.ndarray, addresses: np.ndarray
-    ) -> ResidentLayer:
-        """Make one from the layer's records and their addresses `(B, H, num_blocks)`."""
-        B, H, num_blocks = records.shape
-        places = np.arange(B * H, dtype=np.int64).reshape(B, H, 1) * state.layout.record_bytes
-        counts = torch.full((B, H, num_blocks + 1), state.layout.block_tokens, dtype=torch.int32)
+    def find(cls, state: LayerBlocks, device: DeviceTier) -> ResidentLayer:
+        """Find the records of a layer."""
+        H, T = state.layout.num_heads, state.layout.block_tokens
+        records = state.table[:, None, :] * H + np.arange(H)[:, None]
+        counts = torch.full((*records.shape[:2], state.num_blocks + 1), T, dtype=torch.int32)
         counts[..., -1] = state.num_tail
         found = None
+        addresses = np.zeros(records.shape, dtype=np.int64)
+        if records.size and state.table.min() >= 0:
+            addresses = device.find(state.layout, records.ravel()).reshape(records.shape)
         if addresses.all():
-            tail = state.tail.data_ptr() + places
+            places = np.arange(records.shape[0] * H, dtype=np.int64).reshape(-1, H, 1)
+            tail = state.tail.data_ptr() + places * state.layout.record_bytes
             found = torch.from_numpy(np.concatenate([addresses, tail], axis=2))
-        return cls(np.unique(records), found, counts, version, state.table.copy(), state.tail)
+        table = state.table.copy()
+        return cls(np.unique(records), found, counts, device.version, table, state.tail)
 
     def is_of(self, state: LayerBlocks, version: int) -> bool:
         """Return whether this holds for a layer now; if so, count its tail."""

@@ -1,0 +1,125 @@
+"""Tiers of one pool: places of pages, and what stores, reads, computes and frees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from penstock.kv._blocks import BlockWrites, LayerBlocks
+from penstock.kv._device import DeviceTier
+from penstock.kv._inputs import InputPages, Recompute
+from penstock.kv._layout import BlockLayout
+from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._prefix_file import PrefixFile
+from penstock.kv._reads import BlockReads
+from penstock.kv._report import PoolReport
+from penstock.memory import FileStore, Ledger, Link, Tier
+
+
+class PoolTiers:
+    """Tiers of one pool, with nothing in them.
+
+    Args:
+        ledger: Account of bytes.
+        budget_bytes: The most bytes of the device tier.
+        host_bytes: The most bytes of host memory; None: no limit.
+        store: Directory of the file; None: no file.
+        num_layers: Layers that will come, at least.
+        recompute: Function that computes keys and values of inputs; None: inputs are not kept.
+        prefix: File with pages that are there already; None: there is none.
+
+    Attributes:
+        pages: Places of pages.
+        lower: Host memory and files.
+        device: Slots of records and staging memory.
+        writes: Storing of full blocks.
+        inputs: Kept inputs; None where they are not.
+        reads: Reading of records.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        budget_bytes: int,
+        host_bytes: int | None,
+        store: FileStore | str | None,
+        num_layers: int,
+        recompute: Recompute | None,
+        prefix: PrefixFile | None,
+    ) -> None:
+        self._ledger, self._num_layers = ledger, num_layers
+        self.pages = PageTable()
+        self.lower = PageTiers(self.pages, ledger, host_bytes, store, prefix)
+        self.device = DeviceTier(
+            budget_bytes, self.pages, self.lower, ledger, half_life=64 * num_layers
+        )
+        parts = self.pages, self.device, self.lower
+        self.writes = BlockWrites(*parts)
+        self.inputs = None if recompute is None else InputPages(*parts, ledger, recompute)
+        self.reads = BlockReads(*parts, ledger, self.inputs)
+
+    def add_layer(self, layer: int, layout: BlockLayout, inputs: torch.Tensor | None) -> None:
+        """Make room for a layer to pass the buffers, with inputs such as `(B, n, width)` or none.
+
+        Raises:
+            InfeasibleError: The budget is below one block per layer.
+        """
+        self.device.check_budget(layout, self._num_layers)
+        page_bytes = layout.page_bytes
+        if self.inputs is not None and inputs is not None:
+            self.inputs.add_layer(layer, layout, inputs)
+            page_bytes += self.inputs.layout(layer).page_bytes
+        if self.lower.has_file:
+            self.reads.drop_ahead()
+            self.device.make_staging(page_bytes)
+
+    def share(self, table: np.ndarray) -> None:
+        """Add a reference to each page of a table."""
+        np.add.at(self.pages.references, table[table >= 0], 1)
+
+    def release(self, layout: BlockLayout, table: np.ndarray) -> None:
+        """Take away a reference of each page of a table; pages without one are freed."""
+        pages = table[table >= 0]
+        if not len(pages):
+            return
+        np.subtract.at(self.pages.references, pages, 1)
+        dead = np.unique(pages[self.pages.references[pages] == 0])
+        if len(dead):
+            self.reads.release(dead)
+            if self.inputs is not None:
+                self.inputs.free(dead)
+            self.writes.free(layout, dead)
+
+    def report(self, *, selector: str, layers: Sequence[LayerBlocks]) -> PoolReport:
+        """Return bytes per tier and counts so far, of a pool with these layers."""
+        ledger, reads, inputs = self._ledger, self.reads, self.inputs
+        written_bytes = ledger.moved(Link.DEVICE_TO_HOST) + ledger.moved(Link.DEVICE_TO_FILE)
+        read_bytes = ledger.moved(Link.HOST_TO_DEVICE) + ledger.moved(Link.FILE_TO_DEVICE)
+        return PoolReport(
+            selector=selector,
+            num_layers=len(layers),
+            num_tokens=max((state.num_tokens for state in layers), default=0),
+            num_blocks=self.pages.num_live,
+            budget_bytes=self.device.budget_bytes,
+            device_bytes=ledger.resident(Tier.DEVICE),
+            peak_device_bytes=ledger.peak(Tier.DEVICE),
+            tail_bytes=sum(state.tail_bytes for state in layers)
+            + (0 if inputs is None else inputs.tail_bytes),
+            host_bytes=ledger.resident(Tier.HOST),
+            file_bytes=ledger.resident(Tier.FILE),
+            prefix_bytes=self.lower.prefix_bytes,
+            num_hits=reads.num_hits,
+            num_misses=reads.num_misses,
+            num_computed=0 if inputs is None else inputs.num_computed,
+            read_bytes=read_bytes - reads.unused_bytes,
+            unused_bytes=reads.unused_bytes,
+            written_bytes=written_bytes,
+            stall_seconds=ledger.stall_seconds,
+        )
+
+    def close(self) -> None:
+        """Wait for transfers, and close files."""
+        self.lower.close()
