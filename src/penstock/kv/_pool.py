@@ -324,13 +324,12 @@ class BlockPool:
         Returns:
             `(B, H, k, block_tokens, key_dim)`; zeros where `blocks` is -1.
         """
-        state = self._layers[layer]
-        layout = state.layout
+        state, layout = self._layers[layer], self.layout(layer)
         shape = (*blocks.shape, layout.record_items)
         records = torch.zeros(shape, dtype=layout.dtype)
         c, b, h = np.nonzero(blocks.numpy().transpose(2, 0, 1) >= 0)  # as they lie in the file
-        places = np.ravel_multi_index((b, h, c), blocks.shape)
-        self._copy_records(layer, state.table[b, blocks.numpy()[b, h, c]], h, records, places)
+        pages = state.table[b, blocks.numpy()[b, h, c]]
+        self._copy_records(layer, pages, h, records, np.ravel_multi_index((b, h, c), blocks.shape))
         return layout.split(records)[0]
 
     def _copy_records(
@@ -342,9 +341,9 @@ class BlockPool:
         places: np.ndarray,
     ) -> None:
         """Copy records to places of `to`, numbers of records in it."""
-        num_bytes = self._layers[layer].layout.record_bytes
+        num_bytes, base = self.layout(layer).record_bytes, to.data_ptr()
         for items, addresses in self.stream(layer, pages, heads):
-            copy_pieces(to.data_ptr() + places[items] * num_bytes, addresses, num_bytes)
+            copy_pieces(base + places[items] * num_bytes, addresses, num_bytes)
 
     def stream(
         self, layer: int, pages: np.ndarray, heads: np.ndarray, *, is_repeated: bool = False

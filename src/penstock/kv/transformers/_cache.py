@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,31 +16,23 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
     get_layer_types_and_kwargs,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.errors import PenstockError
 from penstock.kv._pool import BlockPool
 from penstock.kv._prefix import save_pool
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._report import PoolReport
-from penstock.kv.transformers._attention import attend_interface
 from penstock.kv.transformers._inputs import AttentionInputs
 from penstock.kv.transformers._layer import PooledLayer
-from penstock.kv.transformers._mask import make_range_mask
+from penstock.kv.transformers._model import check_supported, find_attention, install, restore
 from penstock.kv.transformers._prefix import (
     check_mask,
     check_model,
     check_prompt,
     check_tokens,
     describe_model,
-    unwatch_calls,
-    watch_calls,
 )
 from penstock.memory import FileStore
-
-IMPLEMENTATION = "penstock_kv"
-"""Name of the attention implementation in Transformers' registries."""
 
 _OF_PREFIX = ("prefix_tokens", "prefix_attention_mask")
 _FULL = {"full_attention"}
@@ -351,7 +342,7 @@ def cache(
         ValueError: An argument is wrong.
         StoreUnavailableError: The directory cannot be used.
     """
-    _check_model(model)
+    check_supported(model)
     config = model.config.get_text_config(decoder=True)
     kinds, settings = get_layer_types_and_kwargs(config)
     unknown = sorted(set(kinds) - _FULL - _SLIDING - {"dummy"})
@@ -361,22 +352,12 @@ def cache(
             "does not support; use another cache"
         )
     is_pair = bool(model.config.is_encoder_decoder)
-    modules = _find_attention(model)
-    if keep_inputs and prefix is not None:
-        raise PenstockError(
-            f"keep_inputs=True: the prefix {os.fspath(prefix)!r} holds no inputs; leave one out"
-        )
-    if keep_inputs and is_pair:
-        raise PenstockError(
-            f"keep_inputs=True: {type(model).__name__} is an encoder-decoder model, of which no "
-            "inputs are kept; leave it out"
-        )
-    names = {i: f"{name} ({type(module).__name__})" for i, (name, module) in modules.items()}
-    inputs = {
-        i: AttentionInputs(modules[i][1], names[i])
-        for i, kind in enumerate(kinds)
-        if keep_inputs and kind in _FULL and i in modules
-    }
+    modules = find_attention(model)
+    inputs: dict[int, AttentionInputs] = {}
+    if keep_inputs:
+        _check_inputs_can_be_kept(model, prefix)
+        full = {i for i, kind in enumerate(kinds) if kind in _FULL}
+        inputs = {i: AttentionInputs(*modules[i]) for i in modules.keys() & full}
     recompute = (lambda layer, given: inputs[layer].compute(given)) if keep_inputs else None
     with _open_prefix(model, prefix) as file:
         pool = BlockPool(
@@ -390,33 +371,44 @@ def cache(
             recompute=recompute,
             prefix=file,
         )
-    own = PooledCache(
-        [
-            DummyLayer()
-            if kind == "dummy"
-            else PooledLayer(
-                pool, i, names.get(i, f"layer {i}"), some.get("sliding_window"), inputs.get(i)
-            )
-            for i, (kind, some) in enumerate(zip(kinds, settings, strict=True))
-        ],
-        pool,
-    )
+    names = [modules[i][1] if i in modules else f"layer {i}" for i in range(len(kinds))]
+    layers = [
+        DummyLayer()
+        if kind == "dummy"
+        else PooledLayer(pool, i, names[i], some.get("sliding_window"), inputs.get(i))
+        for i, (kind, some) in enumerate(zip(kinds, settings, strict=True))
+    ]
+    own = PooledCache(layers, pool)
     own._model = weakref.ref(model)
     hooks = [hook for each in inputs.values() for hook in each.hooks]
-    own._release = weakref.finalize(own, _restore, own._model, hooks)
-    _install(model)
+    own._release = weakref.finalize(own, restore, own._model, hooks)
+    install(model)
     tensors = {} if file is None else file.tensors
     own.prefix_tokens = tensors.get("prefix_tokens")
     if not is_pair:
         own.prefix_attention_mask = tensors.get("prefix_attention_mask")
         return own
     cross = [
-        PooledLayer(pool, len(kinds) + i, f"{names.get(i, f'layer {i}')} (cross attention)")
-        for i in range(len(kinds))
+        PooledLayer(pool, len(kinds) + i, f"{name} (cross attention)")
+        for i, name in enumerate(names)
     ]
     pair = PooledEncoderDecoderCache(own, PooledCache(cross, pool))
     pair._cross.prefix_attention_mask = tensors.get("prefix_attention_mask")
     return pair
+
+
+def _check_inputs_can_be_kept(
+    model: PreTrainedModel, prefix: str | os.PathLike[str] | None
+) -> None:
+    if prefix is not None:
+        raise PenstockError(
+            f"keep_inputs=True: the prefix {os.fspath(prefix)!r} holds no inputs; leave one out"
+        )
+    if model.config.is_encoder_decoder:
+        raise PenstockError(
+            f"keep_inputs=True: {type(model).__name__} is an encoder-decoder model, of which no "
+            "inputs are kept; leave it out"
+        )
 
 
 @contextlib.contextmanager
@@ -434,79 +426,3 @@ def _open_prefix(
     except BaseException:
         file.close()
         raise
-
-
-@dataclass
-class _Installation:
-    """Caches of one model, and the implementations that its configurations had before."""
-
-    num_caches: int = 0
-    before: list[tuple[Any, str | None]] = field(default_factory=list)
-
-
-_installations: weakref.WeakKeyDictionary[PreTrainedModel, _Installation] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _install(model: PreTrainedModel) -> None:
-    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attend_interface)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, make_range_mask)
-    installation = _installations.setdefault(model, _Installation())
-    if installation.num_caches == 0:
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-        for config in [model.config, *configs.values()]:
-            for name in getattr(config, "sub_configs", {}):
-                below = getattr(config, name, None)
-                if below is not None:
-                    configs.setdefault(id(below), below)
-        installation.before = [
-            (config, getattr(config, "_attn_implementation_internal", None))
-            for config in configs.values()
-        ]
-        model.set_attn_implementation(IMPLEMENTATION)
-        watch_calls(model)
-    installation.num_caches += 1
-
-
-def _restore(
-    reference: weakref.ref[PreTrainedModel], hooks: Sequence[torch.utils.hooks.RemovableHandle]
-) -> None:
-    for hook in hooks:
-        hook.remove()
-    model = reference()
-    installation = None if model is None else _installations.get(model)
-    if installation is None:
-        return
-    installation.num_caches -= 1
-    if installation.num_caches == 0 and model is not None:
-        for config, before in installation.before:
-            config._attn_implementation_internal = before
-        unwatch_calls(model)
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"model must be a transformers.PreTrainedModel; got {type(model).__name__} (of a "
-            "compiled model or a wrapper, pass the model inside)"
-        )
-    if not model._can_set_attn_implementation():
-        raise PenstockError(
-            f"{type(model).__name__} computes its attention itself, not through Transformers' "
-            "attention interface, which penstock.kv.cache needs; use another cache"
-        )
-    if model.device.type != "cpu":
-        raise PenstockError(
-            f"penstock.kv.cache runs on the CPU; {type(model).__name__} is on {model.device}"
-        )
-
-
-def _find_attention(model: PreTrainedModel) -> dict[int, tuple[str, torch.nn.Module]]:
-    """Return the name and the module of each layer's attention."""
-    found: dict[int, tuple[str, torch.nn.Module]] = {}
-    for name, module in model.named_modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and "attention" in type(module).__name__.lower():
-            found.setdefault(index, (name, module))
-    return found

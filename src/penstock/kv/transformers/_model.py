@@ -1,0 +1,100 @@
+"""Models while caches of them live: their attention implementation, and how it is given back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from penstock.errors import PenstockError
+from penstock.kv.transformers._attention import attend_interface
+from penstock.kv.transformers._mask import make_range_mask
+from penstock.kv.transformers._prefix import unwatch_calls, watch_calls
+
+IMPLEMENTATION = "penstock_kv"
+"""Name of the attention implementation in Transformers' registries."""
+
+
+@dataclass
+class _Installation:
+    """Caches of one model, and the implementations that its configurations had before."""
+
+    num_caches: int = 0
+    before: list[tuple[Any, str | None]] = field(default_factory=list)
+
+
+_installations: weakref.WeakKeyDictionary[PreTrainedModel, _Installation] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def install(model: PreTrainedModel) -> None:
+    """Give a model Penstock's attention, for one cache more."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attend_interface)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, make_range_mask)
+    installation = _installations.setdefault(model, _Installation())
+    if installation.num_caches == 0:
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        for config in [model.config, *configs.values()]:
+            for name in getattr(config, "sub_configs", {}):
+                below = getattr(config, name, None)
+                if below is not None:
+                    configs.setdefault(id(below), below)
+        installation.before = [
+            (config, getattr(config, "_attn_implementation_internal", None))
+            for config in configs.values()
+        ]
+        model.set_attn_implementation(IMPLEMENTATION)
+        watch_calls(model)
+    installation.num_caches += 1
+
+
+def restore(
+    reference: weakref.ref[PreTrainedModel], hooks: Sequence[torch.utils.hooks.RemovableHandle]
+) -> None:
+    """Remove a cache's hooks, and give the model its attention back after its last cache."""
+    for hook in hooks:
+        hook.remove()
+    model = reference()
+    installation = None if model is None else _installations.get(model)
+    if installation is None:
+        return
+    installation.num_caches -= 1
+    if installation.num_caches == 0 and model is not None:
+        for config, before in installation.before:
+            config._attn_implementation_internal = before
+        unwatch_calls(model)
+
+
+def check_supported(model: object) -> None:
+    """Raise an error if an object is no model that a cache can be made for."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers.PreTrainedModel; got {type(model).__name__} (of a "
+            "compiled model or a wrapper, pass the model inside)"
+        )
+    if not model._can_set_attn_implementation():
+        raise PenstockError(
+            f"{type(model).__name__} computes its attention itself, not through Transformers' "
+            "attention interface, which penstock.kv.cache needs; use another cache"
+        )
+    if model.device.type != "cpu":
+        raise PenstockError(
+            f"penstock.kv.cache runs on the CPU; {type(model).__name__} is on {model.device}"
+        )
+
+
+def find_attention(model: PreTrainedModel) -> dict[int, tuple[torch.nn.Module, str]]:
+    """Return the module of each layer's attention, and its name and class."""
+    found: dict[int, tuple[torch.nn.Module, str]] = {}
+    for name, module in model.named_modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and "attention" in type(module).__name__.lower():
+            found.setdefault(index, (module, f"{name} ({type(module).__name__})"))
+    return found
