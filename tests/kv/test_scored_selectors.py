@@ -152,7 +152,7 @@ def test_nosa_takes_what_fits_the_query_and_then_its_own_scores():
     chosen = selector.select(query, 0, FakePool(NUM_BLOCKS))
     for batch in range(BATCH):
         for head in range(HEADS):
-            means = torch.stack([pool_by_loops(block, 4) for block in keys[batch, head]])
+            means = torch.stack([pool_by_loops(block, BLOCK // 4) for block in keys[batch, head]])
             fit = reference_fit(means, groups(query, batch, head))
             middle = range(1, NUM_BLOCKS - 1)
             aware = sorted(middle, key=lambda block: -fit[block])[:2]

@@ -95,7 +95,7 @@ def test_bytes_are_those_of_the_tensors_kept(make):
         "Window": {0},
         "Accumulated": {4},
         "DoubleSparsity": {BLOCK * 4 * 4, BLOCK * 2 + 2 * 4 * 2},  # float32, and packed
-        "Nosa": {4 + BLOCK // 8 * 8 * 4, 4 + BLOCK // 8 * 8 // 2 + 2 * 8 * 2},  # float32, packed
+        "Nosa": {4 + BLOCK // 4 * 8 * 4, 4 + BLOCK // 4 * 8 // 2 + 2 * 8 * 2},  # float32, packed
     }
     assert per_block in expected[type(selector).__name__]
 

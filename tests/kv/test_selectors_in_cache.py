@@ -24,8 +24,7 @@ def make_selector(name, model, **budget):
     if name == "own":
         inner = Window(**budget)
         return CheckedSelector(inner)
-    nosa = {"pool_tokens": 4} if name == "nosa" else {}
-    return {"nosa": Nosa, "accumulated": Accumulated, "window": Window}[name](**budget, **nosa)
+    return {"nosa": Nosa, "accumulated": Accumulated, "window": Window}[name](**budget)
 
 
 NAMES = ["double_sparsity", "nosa", "accumulated", "window", "own"]

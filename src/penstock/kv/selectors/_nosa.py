@@ -34,7 +34,7 @@ class Nosa(BudgetSelector):
     of all blocks up to it.
 
     Kept per token, KV head and layer: with 4 bits, d / (2 pool_tokens) bytes for means and
-    4 d / block_tokens for steps and offsets, 8 bytes at d = 64 and blocks of 64; without,
+    4 d / block_tokens for steps and offsets, 12 bytes at d = 64 and blocks of 64; without,
     d / pool_tokens numbers.
 
     Example:
@@ -68,7 +68,7 @@ class Nosa(BudgetSelector):
         num_query_blocks: int | None = None,
         num_sinks: int = 1,
         num_recent: int = 1,
-        pool_tokens: int = 8,
+        pool_tokens: int = 4,
         bits: int | None = 4,
         scale: float | None = None,
         score: Callable[[int, Tensor], Tensor] | None = None,

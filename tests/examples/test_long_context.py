@@ -1,0 +1,69 @@
+"""The example trains, asks with every selector, and draws what it found."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="penstock[viz] installs matplotlib").use("Agg")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "long_context.py"
+TINY = (
+    *("--length", "1024", "--facts", "16", "--contexts", "2", "--questions", "8"),
+    *("--steps", "2", "--long-steps", "1", "--hidden", "32", "--layers", "1"),
+    *("--block-tokens", "16"),
+)
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    sys.path.insert(0, str(SCRIPT.parent))  # as for a script: it has `_shared`
+    spec = importlib.util.spec_from_file_location("long_context_example", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for theirs
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+    sys.path.remove(str(SCRIPT.parent))
+
+
+def test_it_trains_asks_and_draws(example, tmp_path, capsys):
+    figure = tmp_path / "figure.png"
+    found = example.main([*TINY, "--figure", str(figure)])
+    names = ["double_sparsity", "nosa", "accumulated", "window"]
+    expected = [("all", 1.0)] + [(name, share) for name in names for share in example.SHARES]
+    assert [(each.selector, each.share) for each in found] == expected
+    assert all(each.num_asked == 16 for each in found)
+    exact, *others = found
+    # 64 blocks of 16 tokens, 2 heads, keys and values of 64 channels in float32.
+    assert exact.read_bytes == 16 * 64 * 2 * 16 * 2 * 64 * 4
+    assert all(each.read_bytes == round(each.share * exact.read_bytes) for each in others)
+    assert all(0 < each.fetched_bytes <= each.read_bytes for each in found)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "answers from 1024 tokens" in said and "the budget is 64.00 KiB" in said
+
+
+def test_a_question_has_its_answer_behind_it_in_the_context(example):
+    generator = torch.Generator().manual_seed(0)
+    contexts = example.draw_contexts(3, 64, 8, 5, generator)
+    for tokens, keys, values in zip(contexts.tokens, contexts.keys, contexts.values, strict=True):
+        for key, value in zip(keys, values, strict=True):
+            (place,) = (tokens == key).nonzero().flatten().tolist()
+            assert tokens[place + 1] == value
+
+
+def test_the_margin_is_wilsons_interval(example):
+    answers = example.Answers("all", 1.0, 95, 100, 1.0, 0, 0, 0)
+    assert example.margin(answers) == pytest.approx(0.0447, abs=2e-4)
+    assert example.margin(example.replace(answers, num_right=100)) > 0
