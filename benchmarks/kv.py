@@ -8,7 +8,11 @@
 Part `decode` fills each arm's cache with the same tokens, in chunks, and then times steps of one
 token; the arms take turns, step by step, in one process. An arm of ours keeps a share of the
 cache's bytes on the device: all of them, a quarter or a sixteenth, with the rest in host memory or
-in a file. Rows have the bytes read a step, the misses times a record, and the ledger's peak.
+in a file. Rows have the bytes read a step, the misses times a record, and the ledger's peak. After
+each step of the arm that reads all blocks from the file, threads read as many bytes from a file
+beside it, by direct I/O into huge pages and with nothing else to do: its bandwidth is held against
+theirs. The calls that fill a cache are rows of their own, of one repetition each (`prefill`), for
+contexts up to 8192 tokens; longer ones are filled with random keys and values.
 Transformers' offloaded cache needs a GPU, and its quantised ones packages of their own: no arms.
 """
 
@@ -22,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +36,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _kv_kernel
 import penstock
 from _rows import BenchmarkRow, Limit, announce, argument_parser, environment, write_rows
-from penstock.memory import Link, Tier
+from penstock.memory import ExtentFile, Link, Tier
+from penstock.memory.pages import HUGE_PAGE_BYTES, advise_huge_pages, round_up
 
 TOPIC = "kv"
 PARTS = ("decode", "kernel")
 STOCK = "DynamicCache"
 CHUNK = 1024  # tokens of a call while a cache is filled
+MOST_COMPUTED = 8192  # tokens of a context that the model computes; longer ones are drawn
 FITS_BAR = 0.9  # of DynamicCache's tokens a second, where everything fits
 SPARSE_BAR = 5.0  # times the tokens a second of "all" from the file
+FILE_BAR = 0.8  # of the file's bandwidth
+READ_BYTES, READ_THREADS = 1 << 20, 4  # reads that measure it: none were faster
+FILE_BYTES = 256 << 20  # the most of the file that is read for that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +74,9 @@ class Arm:
 
 ARMS = (
     Arm("all", 2.0, "host"),
+    Arm("window", 2.0, "host"),
+    Arm("nosa", 2.0, "host"),
+    Arm("accumulated", 2.0, "host"),
     Arm("all", 1 / 4, "host"),
     Arm("all", 1 / 16, "host"),
     Arm("all", 1 / 4, "file"),
@@ -72,6 +85,7 @@ ARMS = (
     Arm("nosa", 1 / 16, "file"),
     Arm("accumulated", 1 / 16, "file"),
 )
+FROM_FILE = str(Arm("all", 1 / 16, "file"))
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2},
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 64},
@@ -116,15 +130,31 @@ class Decoder:
 
     def __init__(self, model: Any, cache: Any, tokens: torch.Tensor) -> None:
         self._model, self.cache = model, cache
+        self.context = tokens.shape[1]
         start = time.perf_counter()
-        *parts, last = tokens.split(CHUNK, dim=1)
-        for part in parts:
-            model(part, past_key_values=cache, logits_to_keep=1)
-        logits = model(last, past_key_values=cache, logits_to_keep=1).logits
+        self.is_computed = self.context <= MOST_COMPUTED
+        if self.is_computed:
+            *parts, last = tokens.split(CHUNK, dim=1)
+            for part in parts:
+                model(part, past_key_values=cache, logits_to_keep=1)
+            logits = model(last, past_key_values=cache, logits_to_keep=1).logits
+            self._next = logits[:, -1].argmax(-1, keepdim=True)
+        else:
+            self._draw_context()
+            self._next = tokens[:, -1:]
         self.prefill_seconds = time.perf_counter() - start
-        self._next = logits[:, -1].argmax(-1, keepdim=True)
         self.seconds: list[float] = []
         self.tokens: list[int] = []
+
+    def _draw_context(self) -> None:
+        """Fill the cache with random keys and values, the same for every arm."""
+        config = self._model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // 8
+        generator = torch.Generator().manual_seed(2)
+        for first in range(0, self.context, CHUNK):
+            shape = (1, config.num_key_value_heads, min(CHUNK, self.context - first), head_dim)
+            for layer in range(config.num_hidden_layers):
+                self.cache.update(*torch.randn(2, *shape, generator=generator), layer)
 
     def step(self) -> None:
         """Decode one token."""
@@ -133,6 +163,45 @@ class Decoder:
         self.seconds.append(time.perf_counter() - start)
         self._next = out.logits[:, -1].argmax(-1, keepdim=True)
         self.tokens.append(int(self._next))
+
+
+class FileReads:
+    """Reads of a file in a store, by threads that do nothing else."""
+
+    def __init__(self, store: str, num_bytes: int) -> None:
+        self._file = ExtentFile(store)
+        self._num_extents = max(1, min(num_bytes, FILE_BYTES) // READ_BYTES)
+        memory = torch.empty(READ_THREADS * READ_BYTES + HUGE_PAGE_BYTES, dtype=torch.uint8)
+        advise_huge_pages(memory.data_ptr(), memory.nbytes)
+        self._memory = memory.random_(256)
+        start = round_up(memory.data_ptr(), HUGE_PAGE_BYTES)
+        self._addresses = [start + i * READ_BYTES for i in range(READ_THREADS)]
+        self._extents = [self._file.allocate(READ_BYTES) for _ in range(self._num_extents)]
+        for extent in self._extents:
+            self._file.write(extent, start, READ_BYTES)
+        self._threads = ThreadPoolExecutor(READ_THREADS)
+
+    def _read_share(self, thread: int, num_reads: int) -> None:
+        for number in range(thread, num_reads, READ_THREADS):
+            extent = self._extents[number % self._num_extents]
+            self._file.read(extent, self._addresses[thread], READ_BYTES)
+
+    def measure(self, num_bytes: int) -> float:
+        """Return the bytes per second of reading that many, rounded to whole reads."""
+        num_reads = max(READ_THREADS, num_bytes // READ_BYTES)
+        start = time.perf_counter()
+        shares = [
+            self._threads.submit(self._read_share, thread, num_reads)
+            for thread in range(READ_THREADS)
+        ]
+        for share in shares:
+            share.result()
+        return num_reads * READ_BYTES / (time.perf_counter() - start)
+
+    def close(self) -> None:
+        """End the threads and give the file back."""
+        self._threads.shutdown()
+        self._file.close()
 
 
 def decode_rows(
@@ -144,7 +213,7 @@ def decode_rows(
     model = make_model(name, options)
     tokens = torch.randint(3, 1024, (1, context), generator=torch.Generator().manual_seed(1))
     total = cache_bytes(model, context)
-    case = f"decode: {name} of {options.layers} layers, {context} tokens"
+    case = f"{name} of {options.layers} layers, {context} tokens"
     with contextlib.ExitStack() as stack, torch.no_grad():
         decoders = {STOCK: Decoder(model, DynamicCache(config=model.config), tokens)}
         counts: dict[str, tuple[int, int, int]] = {}
@@ -154,16 +223,42 @@ def decode_rows(
             cache = penstock.kv.cache(model, device_memory=budget, selector=arm.selector, **below)
             stack.callback(cache.close)
             decoders[str(arm)] = Decoder(model, cache, tokens)
+        file_reads = FileReads(options.store, total)
+        stack.callback(file_reads.close)
+        bandwidths: list[float] = []
         for number in range(1 + options.steps):
             if number == 1:  # the first step warms up
                 for key, each in decoders.items():
                     each.seconds.clear()
                     counts[key] = read_counts(each.cache)
-            for each in decoders.values():
+                bandwidths.clear()
+            for key, each in decoders.items():
+                read = read_counts(each.cache)[2]
                 each.step()
+                if key == FROM_FILE:
+                    read = read_counts(each.cache)[2] - read
+                    bandwidths.append(file_reads.measure(read))
         for arm in (None, *options.arms):
             key = STOCK if arm is None else str(arm)
-            yield row_of(case, key, arm, decoders, counts[key], total, where)
+            if decoders[key].is_computed:
+                yield prefill_row(case, key, decoders[key], where)
+            speeds = bandwidths if key == FROM_FILE else []
+            yield row_of(case, key, arm, decoders, counts[key], total, speeds, where)
+
+
+def prefill_row(case: str, key: str, decoder: Decoder, where: Any) -> BenchmarkRow:
+    """Return the row of filling a cache."""
+    pooled = hasattr(decoder.cache, "pool")
+    peak = {str(Tier.DEVICE): decoder.cache.pool.ledger.peak(Tier.DEVICE)} if pooled else {}
+    return BenchmarkRow.of(
+        [decoder.prefill_seconds],
+        topic=TOPIC,
+        case=f"prefill: {case}",
+        arm=key,
+        peak_bytes=peak,
+        extra={"part": "prefill", "tokens_per_second": decoder.context / decoder.prefill_seconds},
+        **where,
+    )
 
 
 def read_counts(cache: Any) -> tuple[int, int, int]:
@@ -181,6 +276,7 @@ def row_of(
     decoders: dict[str, Decoder],
     before: tuple[int, int, int],
     total: int,
+    bandwidths: list[float],
     where: Any,
 ) -> BenchmarkRow:
     decoder, stock = decoders[key], decoders[STOCK]
@@ -208,9 +304,11 @@ def row_of(
             "record_bytes": layout.record_bytes,
             "bytes_per_second": read / sum(decoder.seconds),
             "budget_bytes": decoder.cache.report().budget_bytes,
+            "unused_bytes": decoder.cache.report().unused_bytes,
+            "hit_rate": hits / max(1, hits + misses),
         }
         peak = {str(Tier.DEVICE): pool.ledger.peak(Tier.DEVICE)}
-        from_file = decoders.get(str(Arm("all", 1 / 16, "file")))
+        from_file = decoders.get(FROM_FILE)
         if arm.share >= 1:
             limit, measured = Limit(name=f"{FITS_BAR} x {STOCK}", value=FITS_BAR, unit="1"), speed
         elif arm.selector != "all" and from_file is not None:
@@ -218,11 +316,20 @@ def row_of(
                 slow / fast for slow, fast in zip(from_file.seconds, decoder.seconds, strict=True)
             )
             limit = Limit(name=f"{SPARSE_BAR} x all from the file", value=SPARSE_BAR, unit="1")
+        elif key == FROM_FILE and bandwidths:
+            # Of each step and the reads after it: the bandwidth of a disk changes with time.
+            shares = [
+                read / steps / seconds / bandwidth
+                for seconds, bandwidth in zip(decoder.seconds, bandwidths, strict=True)
+            ]
+            extra |= {"file_bytes_per_second": statistics.median(bandwidths), "shares": shares}
+            measured = statistics.median(shares)
+            limit = Limit(name=f"{FILE_BAR} x the file's bandwidth", value=FILE_BAR, unit="1")
     link = Link.FILE_TO_DEVICE if arm is not None and arm.below == "file" else Link.HOST_TO_DEVICE
     return BenchmarkRow.of(
         decoder.seconds,
         topic=TOPIC,
-        case=case,
+        case=f"decode: {case}",
         arm=key,
         moved_bytes={str(link): read // steps} if arm is not None else {},
         peak_bytes=peak,
@@ -239,7 +346,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="one context, one model")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--contexts", nargs="+", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[2048, 8192, 32768, 65536])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--store", help="directory of the file tier (default: a temporary one)")
@@ -259,7 +366,11 @@ def main() -> None:
     kernels = _kv_kernel.make_cases(options)
     if options.dry_run:
         arms = [STOCK, *map(str, options.arms)]
-        named = [f"decode: {name}, {context} tokens" for name, context in cases]
+        named = [
+            f"{part}: {name}, {context} tokens"
+            for name, context in cases
+            for part in ("prefill", "decode")
+        ]
         if "decode" in options.part:
             announce((case, arm) for case in named for arm in arms)
         if "kernel" in options.part:

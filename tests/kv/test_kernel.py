@@ -7,11 +7,12 @@ import dataclasses
 import logging
 import mmap
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.kv import _kernel
-from penstock.kv._kernel import attend_records
+from penstock.kv._kernel import RecordAttention, attend_records, copy_pieces
 
 FLOAT, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = 4e-6
@@ -385,3 +386,36 @@ def test_without_a_compiler_torch_does_it_and_says_so_once(monkeypatch, caplog):
     assert said == [
         "attention over records of a KV cache is computed by torch, slower: there is no compiler"
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_add_up_to_the_whole(way, dtype):
+    case = Layer(num_records=5, dtype=dtype)
+    case.counts[0, 0] = 0  # a head that sees nothing until the tokens of the last part
+    case.counts[0, 0, 4] = 3
+    expected = case.attend()
+    call = RecordAttention(case.query, dtype, case.block_tokens, case.value_dim, case.scale, None)
+    assert not call.has_parts
+    for some in (slice(0, 2), slice(2, 3), slice(3, 3), slice(3, 5)):
+        call.add(case.addresses[..., some], case.counts[..., some], num_threads=1)
+    torch.testing.assert_close((call.out, call.lse), expected[:2], rtol=1e-5, atol=1e-5)
+
+
+def test_counts_of_a_part_are_checked(way):
+    case = Layer()
+    call = RecordAttention(
+        case.query, case.dtype, case.block_tokens, case.value_dim, case.scale, None
+    )
+    for wrong in (-1, case.block_tokens + 1):
+        with pytest.raises(ValueError, match="counts are between"):
+            call.add(case.addresses, torch.full_like(case.counts, wrong))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100, 40_000])
+def test_pieces_are_copied(way, num_bytes):
+    source = torch.randint(0, 256, (64, num_bytes), dtype=torch.uint8)
+    copy = torch.zeros_like(source)
+    order = np.random.default_rng(0).permutation(64)
+    at = np.arange(64) * num_bytes
+    copy_pieces(copy.data_ptr() + at, source.data_ptr() + at[order], num_bytes)
+    assert torch.equal(copy, source[order])

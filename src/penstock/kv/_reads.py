@@ -43,9 +43,19 @@ class _Group:
     buffer: TransferBuffer
     computed: ComputedPages | None
 
+    def addresses(self, layout: BlockLayout) -> np.ndarray:
+        """Return where each record is, int64."""
+        return self.buffer.area.address + np.arange(len(self.records)) * layout.record_bytes
+
 
 class _ReadPlan:
-    """Groups of the records of one layer that are read from the file, in their order."""
+    """Records of one layer that are read from the file, in their order.
+
+    Attributes:
+        layout: Their layout.
+        records: Distinct records.
+        groups: Groups of them whose reads were started, and that were not taken yet.
+    """
 
     def __init__(self, layout: BlockLayout, records: np.ndarray, per_buffer: int) -> None:
         self.layout = layout
@@ -64,11 +74,11 @@ class _ReadPlan:
         self.groups.append(group)
         self._num_started += len(group.records)
 
-    def ends(self) -> np.ndarray:
-        """Return the end of each group, started or not, as numbers of records."""
-        started = np.cumsum([len(group.records) for group in self.groups], dtype=np.int64)
-        others = np.arange(self._num_started, len(self.records), self._per_buffer)
-        return np.append(started, np.minimum(others + self._per_buffer, len(self.records)))
+    def take_groups(self, num_groups: int | None = None) -> list[_Group]:
+        """Remove the first groups that were started, or all of them."""
+        taken = self.groups[:num_groups]
+        del self.groups[: len(taken)]
+        return taken
 
 
 class BlockReads:
@@ -123,22 +133,33 @@ class BlockReads:
         if layer is not None:
             self._note(layer, layout, new)
         residency = self._device.residency(layout)
-        residency.touch(new)
         is_resident = wanted.addresses != 0
         self.num_hits += int((wanted.is_new & is_resident).sum())
         if is_resident.all():
+            residency.touch(new)
             yield wanted.order, wanted.addresses
             return
         hits = wanted.records[wanted.is_new & is_resident]
         residency.pin(hits)  # none of them loses its slot before it was read
         try:
-            self._find_in_host(layout, wanted)
-            missing = wanted.addresses == 0
             self.num_misses += len(new) - len(hits)
+            new_in_host = self._find_in_host(layout, wanted)
+            missing = wanted.addresses == 0
+            plan = None
             if missing.any():
-                yield from self._stream_missing(layout, wanted, missing, layer)
-            else:
-                yield wanted.order, wanted.addresses
+                self._device.wait()  # what is still being written is not read before
+                plan = self._take_plan(layout, wanted.records[wanted.is_new & missing])
+                self._keep_reading(plan, layer)  # before all that takes time
+            try:
+                residency.touch(new)
+                self._admit_from_host(layout, wanted, new_in_host)
+                if plan is None:
+                    yield wanted.order, wanted.addresses
+                else:
+                    yield from self._stream_missing(layout, wanted, missing, plan, layer)
+            finally:
+                for group in () if plan is None else plan.take_groups():
+                    self._discard(group)
         finally:
             residency.release(hits)
 
@@ -171,21 +192,25 @@ class BlockReads:
         is_new[1:] = records[1:] != records[:-1]
         return _Wanted(order, records, is_new, self._device.find(layout, records))
 
-    def _find_in_host(self, layout: BlockLayout, wanted: _Wanted) -> None:
-        """Find those missing records that are in host memory, and admit what is worth a slot."""
+    def _find_in_host(self, layout: BlockLayout, wanted: _Wanted) -> np.ndarray:
+        """Find those missing records that are in host memory; return which, the first of equals."""
         pages, heads = np.divmod(wanted.records, layout.num_heads)
         host, addresses = self._pages.host[pages], wanted.addresses
         in_host = (addresses == 0) & (host != 0)
         if not in_host.any():
-            return
+            return in_host
         addresses[in_host] = (host + heads * layout.record_bytes)[in_host]
         new = in_host & wanted.is_new
         # The kernel reads them where they lie: they move, but never enter the device tier.
         num_bytes = int(new.sum()) * layout.record_bytes
         self._ledger.record_transfer(Link.HOST_TO_DEVICE, num_bytes, time.perf_counter_ns())
-        places = self._admit(layout, wanted.records[new])
-        there = places != 0
-        copy_pieces(places[there], addresses[new][there], layout.record_bytes)
+        return new
+
+    def _admit_from_host(self, layout: BlockLayout, wanted: _Wanted, new: np.ndarray) -> None:
+        """Copy those of some records to slots that are worth one."""
+        if new.any():
+            places = self._admit(layout, wanted.records[new])
+            self._fill_slots(layout, places, wanted.addresses[new])
 
     def _admit(self, layout: BlockLayout, records: np.ndarray) -> np.ndarray:
         """Give slots to those missing records that are worth one; return addresses, 0 for none."""
@@ -197,52 +222,61 @@ class BlockReads:
         return found
 
     def _stream_missing(
-        self, layout: BlockLayout, wanted: _Wanted, missing: np.ndarray, layer: int | None
+        self,
+        layout: BlockLayout,
+        wanted: _Wanted,
+        missing: np.ndarray,
+        plan: _ReadPlan,
+        layer: int | None,
     ) -> Groups:
-        """Yield groups, each with a buffer of missing records; the next ones are under way."""
-        self._device.wait()  # what is still being written is not read before
-        is_first = wanted.is_new & missing
-        plan = self._take_plan(layout, wanted.records[is_first])
-        number = np.cumsum(is_first) - 1  # of the missing record that an item is or follows
-        ends, start, item = plan.ends().tolist(), 0, 0
-        item_ends = np.append(np.searchsorted(number, ends[:-1]), len(number)).tolist()
-        places = np.zeros(0, dtype=np.int64)
-        num_done = 0
+        """Yield groups, with the missing records of some buffers; the next ones are under way."""
+        number = np.cumsum(wanted.is_new & missing) - 1  # of the record that an item is or follows
+        num_records, start, item = len(plan.records), 0, 0
+        places = self._admit(layout, plan.records)  # filled as the records come
         try:
-            places = self._admit(layout, plan.records)  # filled as the records come
-            for i, (end, item_end) in enumerate(zip(ends, item_ends, strict=True)):
+            while start < num_records:
                 self._keep_reading(plan, layer)
-                base = self._wait_for(plan.groups[i], layout)
+                ready = plan.groups[: self._wait_for_some(plan.groups, layout)]
+                sources = np.concatenate([group.addresses(layout) for group in ready])
+                end = start + len(sources)
+                item_end = int(np.searchsorted(number, end)) if end < num_records else len(number)
                 some = slice(item, item_end)
                 addresses, absent = wanted.addresses[some], missing[some]
-                addresses[absent] = base + (number[some][absent] - start) * layout.record_bytes
-                self._fill_slots(layout, places[start:end], base)
+                addresses[absent] = sources[number[some][absent] - start]
+                self._fill_slots(layout, places[start:end], sources)
                 start, item = end, item_end
                 yield wanted.order[some], addresses
-                num_done += 1
-                self._device.give_back(plan.groups[i].buffer)
+                for group in plan.take_groups(len(ready)):
+                    self._device.give_back(group.buffer)
             self._keep_reading(plan, layer)
         finally:
-            for group in plan.groups[num_done:]:
-                self._discard(group)
-            if start < len(plan.records) and places.any():
-                unfilled = plan.records[start:][places[start:] != 0]
-                self._device.drop_records(layout, unfilled)
+            if places[start:].any():
+                self._device.drop_records(layout, plan.records[start:][places[start:] != 0])
 
-    def _fill_slots(self, layout: BlockLayout, places: np.ndarray, base: int) -> None:
-        there = np.flatnonzero(places)
-        if len(there):
-            copy_pieces(places[there], base + there * layout.record_bytes, layout.record_bytes)
+    def _fill_slots(self, layout: BlockLayout, places: np.ndarray, sources: np.ndarray) -> None:
+        there = places != 0
+        if there.any():
+            copy_pieces(places[there], sources[there], layout.record_bytes)
 
-    def _wait_for(self, group: _Group, layout: BlockLayout) -> int:
-        """Return the address of a group, after it was read and computed."""
+    def _wait_for_some(self, groups: list[_Group], layout: BlockLayout) -> int:
+        """Wait for the first group; return how many have come, while the others go on."""
+        self._compute(groups[0], layout)
+        begin_ns = time.perf_counter_ns()
+        groups[0].buffer.wait()
+        self._ledger.record_stall("read", begin_ns, time.perf_counter_ns())
+        num_ready, most = 1, max(1, self._device.num_buffers // 2)
+        while num_ready < min(most, len(groups)) and not groups[num_ready].buffer.is_moving:
+            groups[num_ready].buffer.wait()
+            self._compute(groups[num_ready], layout)
+            num_ready += 1
+        for group in groups[:num_ready]:
+            self._lower.count_reads(group.buffer)
+        return num_ready
+
+    def _compute(self, group: _Group, layout: BlockLayout) -> None:
+        """Compute those records of a group that are not read, once their inputs are there."""
         if group.computed is not None and self._inputs is not None:
             self._inputs.finish(group.computed, layout, group.buffer)
-        begin_ns = time.perf_counter_ns()
-        group.buffer.wait()
-        self._ledger.record_stall("read", begin_ns, time.perf_counter_ns())
-        self._lower.count_reads(group.buffer)
-        return group.buffer.area.address
 
     def _discard(self, group: _Group) -> None:
         """Give a group's buffer back without using what was read."""
