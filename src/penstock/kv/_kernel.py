@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.codegen import THREADS, load_optional_library
 
+_CPU = torch.device("cpu")
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _pack_call = struct.Struct("8P16q2d").pack  # `struct Call` of `attention.cpp`
 
@@ -76,18 +77,18 @@ def attend_records(
         ValueError: A shape does not fit, a count is out of range, or a tensor is not on the CPU.
     """
     dtype = query.dtype if dtype is None else dtype
-    _check(query, addresses, counts, dtype, block_tokens, value_dim)
+    check_operands(query, addresses, counts, dtype, block_tokens, value_dim, device=_CPU)
+    _check_counts(counts, block_tokens)
     batch, heads, num_tokens, key_dim = query.shape
     width = addresses.shape[2] * block_tokens
     kv_heads = addresses.shape[1]
-    visible = _expand("visible", visible, (batch, kv_heads, num_tokens, width), unsqueeze=1)
-    bias = _expand("bias", bias, (batch, heads, num_tokens, width), unsqueeze=0)
-    if visible is not None and visible.dtype != torch.bool:
-        raise TypeError(f"visible has the dtype {visible.dtype}, but must be bool")
+    shape = (batch, kv_heads, num_tokens, width)
+    visible = expand_operand("visible", visible, shape, unsqueeze=1, device=_CPU)
+    shape = (batch, heads, num_tokens, width)
+    bias = expand_operand("bias", bias, shape, unsqueeze=0, device=_CPU)
     query = query.detach().float().contiguous()
     addresses, counts = addresses.contiguous(), counts.contiguous()
-    bias = None if bias is None else _with_unit_stride(bias.detach().float())
-    visible = None if visible is None else _with_unit_stride(visible)
+    bias = None if bias is None else bias.detach().float()
     out = torch.empty(batch, heads, num_tokens, value_dim)
     lse = torch.empty(batch, heads, num_tokens)
     block_lse = None
@@ -116,13 +117,15 @@ def attend_records(
     return out, lse, block_lse
 
 
-def _check(
+def check_operands(
     query: Tensor,
     addresses: Tensor,
     counts: Tensor,
     dtype: torch.dtype,
     block_tokens: int,
     value_dim: int,
+    *,
+    device: torch.device,
 ) -> None:
     """Refuse operands whose memory could not be read as it is."""
     if dtype not in _KINDS or not query.is_floating_point():
@@ -135,9 +138,10 @@ def _check(
             f"addresses have the dtype {addresses.dtype} and counts {counts.dtype}, but must have "
             "int64 and int32"
         )
-    devices = {each.device.type for each in (query, addresses, counts)}
-    if devices != {"cpu"}:
-        raise ValueError(f"operands are on {sorted(devices)}, but must be on the CPU")
+    devices = {each.device for each in (query, addresses, counts)}
+    if devices != {device}:
+        names = sorted(map(str, devices))
+        raise ValueError(f"operands are on {names}, but must be on {_name_of(device)}")
     if query.dim() != 4 or addresses.dim() != 3 or counts.shape != addresses.shape:
         raise ValueError(
             f"query has the shape {tuple(query.shape)}, addresses {tuple(addresses.shape)} and "
@@ -159,6 +163,9 @@ def _check(
             f"block_tokens is {block_tokens}, value_dim {value_dim} and the shape of query "
             f"{tuple(query.shape)}, with {addresses.shape[1]} KV heads: all must be at least 1"
         )
+
+
+def _check_counts(counts: Tensor, block_tokens: int) -> None:
     if counts.numel() > 0:
         least, most = (int(each) for each in torch.aminmax(counts))
         if least < 0 or most > block_tokens:
@@ -168,27 +175,37 @@ def _check(
             )
 
 
-def _expand(
-    name: str, tensor: Tensor | None, shape: tuple[int, ...], *, unsqueeze: int
+def expand_operand(
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    *,
+    unsqueeze: int,
+    device: torch.device,
 ) -> Tensor | None:
-    """Return an operand with one element per score, without a copy."""
+    """Return `visible` or `bias` with one element per score, tokens one after the other.
+
+    It is copied only where tokens lie apart.
+    """
     if tensor is None:
         return None
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}, but must be on the CPU")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but must be on {_name_of(device)}")
+    if name == "visible" and tensor.dtype != torch.bool:
+        raise TypeError(f"visible has the dtype {tensor.dtype}, but must be bool")
     full = tensor.unsqueeze(unsqueeze) if tensor.dim() == 3 else tensor
     try:
-        return full.expand(shape)
+        full = full.expand(shape)
     except RuntimeError:
         fewer = (*shape[:unsqueeze], *shape[unsqueeze + 1 :])
         raise ValueError(
             f"{name} has the shape {tuple(tensor.shape)}, but must have {fewer} or {shape}"
         ) from None
+    return full if full.stride(-1) == 1 else full.contiguous()
 
 
-def _with_unit_stride(tensor: Tensor) -> Tensor:
-    """Return a tensor whose tokens, the last dimension, lie one after the other."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _name_of(device: torch.device) -> str:
+    return "the CPU" if device == _CPU else str(device)
 
 
 def _pointer(tensor: Tensor | None) -> int:
