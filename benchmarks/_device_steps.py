@@ -74,7 +74,7 @@ def _is_row(line: str) -> bool:
 
 
 _OFFLOAD_ARMS = ("keep", "checkpoint", "save_on_cpu", "bare auto", "run auto", "bare auto+file")
-_GPU_TESTS = ("activations", "executor", "rgnn", "batching", "memory", "integrations")
+_GPU_TESTS = ("activations", "executor", "rgnn", "batching", "memory", "integrations", "kv")
 
 STEPS = (
     Step(topic="smoke", name="all", seconds=90),
@@ -96,7 +96,7 @@ STEPS = (
     Step(
         topic="execute",
         name="gpt2",
-        seconds=230,
+        seconds=215,
         flags=("--models", "gpt2", "--arms", "1/4 host", "--rounds", "1", "--time-limit", "10"),
         packages=("transformers", *_PLAN),
     ),
@@ -128,6 +128,7 @@ STEPS = (
         flags=("--quick", "--part", "layers"),
         packages=("peft", "transformers"),
     ),
+    Step(topic="kv", name="kernel", seconds=35, flags=("--quick", "--part", "kernel")),
     Step(
         topic="batching",
         name="frontier",
