@@ -86,6 +86,7 @@ STEPS = (
         flags=tuple(f"tests/{folder}" for folder in _GPU_TESTS),
         packages=_PLAN,
     ),
+    Step(topic="kv", name="kernel", seconds=30, flags=("--quick", "--part", "kernel")),
     Step(
         topic="offload",
         name="llama",
@@ -96,7 +97,7 @@ STEPS = (
     Step(
         topic="execute",
         name="gpt2",
-        seconds=215,
+        seconds=220,
         flags=("--models", "gpt2", "--arms", "1/4 host", "--rounds", "1", "--time-limit", "10"),
         packages=("transformers", *_PLAN),
     ),
@@ -128,7 +129,6 @@ STEPS = (
         flags=("--quick", "--part", "layers"),
         packages=("peft", "transformers"),
     ),
-    Step(topic="kv", name="kernel", seconds=35, flags=("--quick", "--part", "kernel")),
     Step(
         topic="batching",
         name="frontier",
