@@ -113,9 +113,12 @@ def test_a_window_and_other_strides():
 
 
 def test_small_scores_keep_their_precision_under_a_softcap():
-    layer = Layer(key_dim=32, num_tokens=2)
-    options = {"scale": 1e-3, "softcap": 50.0}
-    assert_close(compute(layer, **options)[1:2], layer.formula(**options)[1:2])
+    """The log-sum-exp of one token is its score; (1 - e) / (1 + e) would be off by 1 % of it."""
+    counts = torch.ones(1, 2, 1, dtype=torch.int32)
+    layer = Layer(batch=1, num_records=1, counts=counts, key_dim=32, num_tokens=5)
+    options = {"scale": 1e-3, "softcap": 1000.0}
+    found, expected = compute(layer, **options)[1], layer.formula(**options)[1]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-8)
 
 
 def test_maxima_of_tasks_far_apart():
@@ -140,6 +143,13 @@ def test_records_that_are_empty_have_no_address():
     out, lse, block_lse = compute(layer)
     assert torch.equal(out, torch.zeros_like(out))
     assert (lse == -torch.inf).all() and (block_lse == -torch.inf).all()
+
+
+def test_counts_above_a_record_are_those_of_a_whole_one():
+    layer = Layer(counts=torch.full((2, 2, 4), 24, dtype=torch.int32), num_records=4)
+    expected = compute(layer)
+    layer.counts = layer.counts + 9  # pyright: ignore[reportOptionalOperand]
+    assert all(torch.equal(a, b) for a, b in zip(compute(layer), expected, strict=True))
 
 
 def test_no_records_and_empty_batches():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -163,9 +164,10 @@ def attend(
         if tiles.num_tasks > 1:
             parts = torch.empty(tiles.num_tasks, *out.shape, **make)
             part_lse = torch.empty(tiles.num_tasks, *lse.shape, **make)
-        run(_launch_tasks(call, tiles, (parts, part_lse, tile_lse), with_block_lse))
-        if tiles.num_tasks > 1:
-            run(_launch_merge(tiles, (parts, part_lse), (out, lse)))
+        with _use_device(query.device):
+            run(_launch_tasks(call, tiles, (parts, part_lse, tile_lse), with_block_lse))
+            if tiles.num_tasks > 1:
+                run(_launch_merge(tiles, (parts, part_lse), (out, lse)))
     if tiles.of_record > 1 and with_block_lse:
         tile_lse = tile_lse.unflatten(-1, (num_records, tiles.of_record)).logsumexp(-1)
     return out, lse, tile_lse
@@ -227,6 +229,11 @@ def _launch_merge(
             "BLOCK_VALUE": tiles.value,
         },
     )
+
+
+def _use_device(device: torch.device) -> Any:
+    """Make a GPU current: Triton launches there, whatever its arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def ceil_div(number: int, by: int) -> int:
