@@ -108,7 +108,7 @@ def test_kernels_compile_without_spills_or_atomics(dim, dtype, target):
                 assert not re.search(r"\b(atom|red)\.|atomic", text), case
                 if launch.kernel.__name__ == "attend_tasks":
                     assert dtype == FLOAT or re.search(r"wgmma|mma\.sync|mfma", text), case
-                    if target == "sm_90":  # 16 bytes of records at once, past registers
+                    if target == "sm_90" and num_tokens == 1:
                         assert "cp.async.cg.shared.global" in text, case
 
 
