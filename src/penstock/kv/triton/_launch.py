@@ -20,6 +20,9 @@ _MOST_TOKENS = 64
 _MOST_SUMS = 128 * 128  # elements of a block's sums
 _TASK_TOKENS = 256  # the fewest of a task, so that its result is small beside its records
 _ROW_TOKENS = 8  # the same, for each row
+_NUM_STAGES = {2: 5, 4: 3}
+"""By bytes of an element. Records' addresses are loaded two stages ahead of the records, so of five
+stages two are of tiles on their way, and of three one; float32 has no registers for more."""
 _NUM_TASKS = 512  # of a sequence, about: enough for all processors of a GPU
 
 
@@ -32,8 +35,8 @@ class TaskTiles:
         tokens: Tokens of a record that are read at once.
         key: Elements of a key, or more.
         value: Elements of a value, or more.
-        of_record: TaskTiles of tokens in a record.
-        of_task: TaskTiles of tokens of a program.
+        of_record: Tiles of tokens in a record.
+        of_task: Tiles of tokens of a program.
         num_warps: Warps of a program.
         num_stages: TaskTiles on their way.
         num_tasks: Programs that the tokens of a head are divided over.
@@ -143,7 +146,7 @@ def choose_tiles(call: RecordCall) -> TaskTiles:
         of_record=of_record,
         of_task=of_task,
         num_warps=8 if rows > 32 else 4,
-        num_stages=2 if torch.version.hip else 3,
+        num_stages=2 if torch.version.hip else _NUM_STAGES[element_bytes],
         num_tasks=max(1, ceil_div(num_tiles, of_task)),
     )
 
