@@ -74,7 +74,7 @@ def _is_row(line: str) -> bool:
 
 
 _OFFLOAD_ARMS = ("keep", "checkpoint", "save_on_cpu", "bare auto", "run auto", "bare auto+file")
-_GPU_TESTS = ("activations", "executor", "rgnn", "batching", "memory", "integrations")
+_GPU_TESTS = ("activations", "executor", "rgnn", "batching", "memory", "integrations", "kv")
 
 STEPS = (
     Step(topic="smoke", name="all", seconds=90),
@@ -86,6 +86,7 @@ STEPS = (
         flags=tuple(f"tests/{folder}" for folder in _GPU_TESTS),
         packages=_PLAN,
     ),
+    Step(topic="kv", name="kernel", seconds=30, flags=("--quick", "--part", "kernel")),
     Step(
         topic="offload",
         name="llama",
@@ -96,7 +97,7 @@ STEPS = (
     Step(
         topic="execute",
         name="gpt2",
-        seconds=230,
+        seconds=220,
         flags=("--models", "gpt2", "--arms", "1/4 host", "--rounds", "1", "--time-limit", "10"),
         packages=("transformers", *_PLAN),
     ),

@@ -4,6 +4,7 @@
     python benchmarks/kv.py --quick                  # one context
     python benchmarks/kv.py --part kernel            # the one-token kernel, by `_kv_kernel.py`
     python benchmarks/kv.py --part decode --contexts 16384 --store /mnt/nvme
+    python benchmarks/kv.py --device cuda --part kernel   # the Triton kernel, by `_kv_device.py`
 
 Part `decode` fills each arm's cache with the same tokens, in chunks, and then times steps of one
 token; the arms take turns, step by step, in one process. An arm of ours keeps a share of the
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _kv_device
 import _kv_kernel
 import penstock
 from _rows import BenchmarkRow, Limit, announce, argument_parser, environment, write_rows
@@ -358,10 +360,29 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def run_device(options: argparse.Namespace) -> None:
+    """Measure the kernel on a GPU; a cache's device tier is on the CPU so far."""
+    if options.part != ["kernel"]:
+        sys.exit("caches of penstock.kv run on the CPU so far: add --part kernel, or --device cpu")
+    contexts = _kv_device.CONTEXTS[:1] if options.quick else _kv_device.CONTEXTS
+    cases = [
+        _kv_device.DeviceCase(shape=shape, num_keys=num_keys)
+        for shape in _kv_device.SHAPES
+        for num_keys in contexts
+    ]
+    if options.dry_run:
+        announce((str(case), arm) for case in cases for arm in _kv_device.ARMS)
+        return
+    for row in _kv_device.device_rows(cases, options.device, environment(options.device)):
+        print(row, file=sys.stderr, flush=True)
+        write_rows([row], options.out)
+
+
 def main() -> None:
     options = arguments()
     if options.device != "cpu":
-        sys.exit("penstock.kv runs on the CPU so far; use --device cpu")
+        run_device(options)
+        return
     cases = [(name, context) for name in options.models for context in options.contexts]
     kernels = _kv_kernel.make_cases(options)
     if options.dry_run:

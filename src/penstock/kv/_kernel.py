@@ -252,6 +252,10 @@ def check_operands(
             f"query has the shape {tuple(query.shape)}, addresses {tuple(addresses.shape)} and "
             f"counts {tuple(counts.shape)}, but must have (B, Hq, n, dk), (B, H, k) and (B, H, k)"
         )
+    _check_lengths(query, addresses, block_tokens, value_dim)
+
+
+def _check_lengths(query: Tensor, addresses: Tensor, block_tokens: int, value_dim: int) -> None:
     batch, heads = query.shape[:2]
     if addresses.shape[0] != batch or heads % max(addresses.shape[1], 1):
         raise ValueError(

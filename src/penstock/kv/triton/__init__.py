@@ -1,0 +1,11 @@
+"""Attention over records by address in Triton kernels, for NVIDIA and AMD GPUs.
+
+Files, in the order in which to read them: `_operator.py` checks a call; `_launch.py` cuts it into
+tasks and launches `_kernels.py`; `_bytes.py` says how much memory a launch asks for.
+
+Importing this package imports Triton.
+"""
+
+from penstock.kv.triton._operator import ALIGNMENT_BYTES, attend_records
+
+__all__ = ["ALIGNMENT_BYTES", "attend_records"]
