@@ -294,7 +294,7 @@ def _gather(
     columns = np.array([c for group in seen for c in group], dtype=np.int64)
     c, b, h = (axis.ravel() for axis in np.indices((len(columns), B, H)))
     ends = np.cumsum([len(group) * B * H for group in seen], dtype=np.int64)
-    current = _BlockGroup(layout, B, seen[0]) if seen else None
+    current = _ColumnGroup(layout, B, seen[0]) if seen else None
     number = 0
     # Items come column after column; a group of columns may lie in several groups of the stream.
     for items, addresses in pool.stream(layer, state.table[b, columns[c]], h):
@@ -302,7 +302,7 @@ def _gather(
         for i in range(int(of_group[0]), int(of_group[-1]) + 1):
             if i > number and current is not None:
                 yield current.cut(first_token, T)
-                current, number = _BlockGroup(layout, B, seen[i]), i
+                current, number = _ColumnGroup(layout, B, seen[i]), i
             some = of_group == i
             at = items[some]
             assert current is not None
@@ -311,7 +311,7 @@ def _gather(
         yield current.cut(first_token, T)
 
 
-class _BlockGroup:
+class _ColumnGroup:
     """Keys and values of some columns, one after the other, that records are copied to."""
 
     def __init__(self, layout: BlockLayout, batch_size: int, columns: range) -> None:

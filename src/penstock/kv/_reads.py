@@ -48,7 +48,7 @@ class _Group:
         return self.buffer.area.address + np.arange(len(self.records)) * layout.record_bytes
 
 
-class _ReadPlan:
+class _FileReads:
     """Records of one layer that are read from the file, in their order.
 
     Attributes:
@@ -104,7 +104,7 @@ class BlockReads:
         self._ledger = ledger
         self._inputs = inputs
         self.num_hits = self.num_misses = self.unused_bytes = 0
-        self._ahead: _ReadPlan | None = None
+        self._ahead: _FileReads | None = None
         self._last: dict[int, tuple[BlockLayout, np.ndarray]] = {}  # records of layers, as read
         self._next: dict[int, int] = {}  # the layer that was read after a layer
         self._layer_before: int | None = None
@@ -226,7 +226,7 @@ class BlockReads:
         layout: BlockLayout,
         wanted: _Wanted,
         missing: np.ndarray,
-        plan: _ReadPlan,
+        plan: _FileReads,
         layer: int | None,
     ) -> Groups:
         """Yield groups, with the missing records of some buffers; the next ones are under way."""
@@ -285,9 +285,9 @@ class BlockReads:
         self.unused_bytes += self._lower.count_reads(group.buffer)
         self._device.give_back(group.buffer)
 
-    def _take_plan(self, layout: BlockLayout, records: np.ndarray) -> _ReadPlan:
+    def _take_plan(self, layout: BlockLayout, records: np.ndarray) -> _FileReads:
         """Return a plan to read records, some of which were read ahead where they are the same."""
-        plan = _ReadPlan(layout, records, self._per_buffer(layout, records))
+        plan = _FileReads(layout, records, self._per_buffer(layout, records))
         if self._ahead is not None:
             groups = self._ahead.groups
             ahead = np.concatenate([group.records for group in groups])
@@ -299,7 +299,7 @@ class BlockReads:
                 self.drop_ahead()
         return plan
 
-    def _keep_reading(self, plan: _ReadPlan, layer: int | None) -> None:
+    def _keep_reading(self, plan: _FileReads, layer: int | None) -> None:
         """Start reads while there are idle buffers: of this layer, then of the next one."""
         while self._device.num_idle and len(plan.next_records):
             self._read_group(plan)
@@ -315,7 +315,7 @@ class BlockReads:
         while self._device.num_idle > 1 and len(self._ahead.next_records):
             self._read_group(self._ahead)
 
-    def _read_group(self, plan: _ReadPlan) -> None:
+    def _read_group(self, plan: _FileReads) -> None:
         records = plan.next_records
         buffer = self._device.take_buffer()
         computed = None
@@ -344,7 +344,7 @@ class BlockReads:
         self._layer_before = layer
         self._last[layer] = layout, records
 
-    def _plan_ahead(self, layer: int) -> _ReadPlan | None:
+    def _plan_ahead(self, layer: int) -> _FileReads | None:
         """Return what the next layer with missing records will read, as far as can be told now."""
         for _ in range(len(self._next)):
             following = self._next.get(layer)
@@ -359,7 +359,7 @@ class BlockReads:
             is_missing = (self._device.find(layout, records) == 0) & (self._pages.host[pages] == 0)
             if is_missing.any():
                 records = records[is_missing]
-                return _ReadPlan(layout, records, self._per_buffer(layout, records))
+                return _FileReads(layout, records, self._per_buffer(layout, records))
         return None
 
 
