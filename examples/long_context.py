@@ -29,7 +29,7 @@ from penstock.units import format_bytes
 NUM_OTHERS, NUM_KEYS, NUM_VALUES = 64, 512, 64
 FIRST_KEY, FIRST_VALUE = NUM_OTHERS, NUM_OTHERS + NUM_KEYS
 BUDGET_SHARE = 1 / 16
-SHARES = [1 / 32, 1 / 16, 1 / 8, 1 / 4]
+SHARES = [1 / 16, 1 / 8, 1 / 4]  # of 1/32 only the sink and the newest block would be left
 COLORS = {
     "all": "#555555",
     "double_sparsity": "#004488",

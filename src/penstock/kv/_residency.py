@@ -140,12 +140,15 @@ class RecordResidency:
     miss of it. `admit` replaces the records worth least, and only by records worth more, so that a
     scan over more records than slots keeps a fixed set. Without evidence nothing is replaced.
     Measured against Belady's optimum on selections of a small trained model over English text (2368
-    bytes, blocks of 16, an eighth of them read): the same hits for windows and accumulated
-    attention, which change little; 9, 5 and 1 points fewer for `Nosa` with slots for 1, 2 and 4
-    times what a step reads (its steps share 0.71 of their blocks), 16, 14 and 6 for
-    `DoubleSparsity` (0.51). A network that was trained on the same selections to foresee the next
-    step, and may fetch ahead, had at most 2 points more: the rest of the distance is chance, which
-    Belady's policy knows beforehand.
+    bytes and 1000 steps, blocks of 16, an eighth of them read): `Nosa` with half of its free blocks
+    chosen by the query, whose steps share 0.77 of their blocks, has 7 and 6 points fewer hits with
+    slots for 1 and 2 times what a step reads; with three quarters, which share 0.58, 15, 13 and 7
+    points fewer for 1, 2 and 4 times. Worth by the rank of a record in the query's scores, with
+    chances learned for each rank, had fewer hits than this model everywhere: by 5 to 38 points.
+    Worth by the rank in a short average of past choices had 2 to 4 more with slots for one step and
+    as many with slots for 2 and 4. On an earlier model's selections, those of windows and
+    accumulated attention had the hits of the optimum, and a network trained on the same selections,
+    without scores, to foresee the next step had at most 2 points more than this model.
 
     A step costs O(records named) on average: victims are sought among a window of slots that moves
     on, and rates are looked up; the model is fitted once every few thousand touches.

@@ -43,8 +43,9 @@ class Nosa(BudgetSelector):
     Args:
         num_blocks: Full blocks to read; or give `share`.
         share: Of the full blocks.
-        num_query_blocks: Blocks chosen by the query; None is three quarters of what sinks and
-            recent blocks leave, rounded up. At most what they leave.
+        num_query_blocks: Blocks chosen by the query; None is half of what sinks and recent blocks
+            leave, rounded up, and at least 2. At most what they leave. More find more, and make
+            steps more different from each other, so that fewer of their blocks are resident.
         num_sinks: Blocks at the beginning that are always read.
         num_recent: Newest full blocks that are always read.
         pool_tokens: Tokens of a block for each of its pools; divides the tokens of a block.
@@ -135,7 +136,9 @@ class Nosa(BudgetSelector):
         scores, *parts = self._summaries.read(layer, total)
         forced = self._force(torch.zeros_like(scores)).isinf()
         left = budget - int(forced[0, 0].sum())
-        num_query = left - left // 4 if self._num_query_blocks is None else self._num_query_blocks
+        num_query = self._num_query_blocks
+        if num_query is None:
+            num_query = max(2, left - left // 2)
         fit = self._fit(query, self._unpack(parts)).masked_fill(forced, -torch.inf)
         chosen = forced.scatter(2, top_blocks(fit, min(num_query, left)), True)
         return top_blocks(scores.masked_fill(chosen, torch.inf), budget).sort(dim=-1).values
