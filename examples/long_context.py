@@ -112,7 +112,7 @@ def make_model(hidden, layers, length, seed):
         )
     )
     # Embeddings as large as what layers add to them, or these drown them.
-    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.5)
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
     return model
 
 

@@ -184,7 +184,7 @@ def test_blocks_that_left_a_window_are_not_saved(tmp_path: Path):
 def test_selectors_have_the_state_of_a_prefill(kind: str, saved: tuple[Path, Any]):
     def make() -> Any:
         if kind == "nosa":
-            return Nosa(num_blocks=3, pool_tokens=4, stride=2)
+            return Nosa(num_blocks=3, pool_tokens=4)
         bits = 4 if kind == "labels4" else None
         return DoubleSparsity([torch.tensor([[0, 3], [1, 2]])] * 2, num_blocks=3, bits=bits)
 
