@@ -64,6 +64,6 @@ def test_a_question_has_its_answer_behind_it_in_the_context(example):
 
 
 def test_the_margin_is_wilsons_interval(example):
-    answers = example.Answers("all", 1.0, 95, 100, 1.0, 0, 0, 0)
-    assert example.margin(answers) == pytest.approx(0.0451, abs=1e-4)
+    answers = example.Answers("all", 1.0, 95, 100, (1.0,), 0, 0, 0)
+    assert example.margin(answers) == pytest.approx(0.0451, abs=1e-4)  # 0.888 to 0.979
     assert example.margin(example.replace(answers, num_right=100)) > 0

@@ -140,15 +140,15 @@ class RecordResidency:
     miss of it. `admit` replaces the records worth least, and only by records worth more, so that a
     scan over more records than slots keeps a fixed set. Without evidence nothing is replaced.
     Measured against Belady's optimum on selections of a small trained model over English text (2368
-    bytes and 1000 steps, blocks of 16, an eighth of them read): `Nosa` with half of its free blocks
-    chosen by the query, whose steps share 0.77 of their blocks, has 7 and 6 points fewer hits with
-    slots for 1 and 2 times what a step reads; with three quarters, which share 0.58, 15, 13 and 7
-    points fewer for 1, 2 and 4 times. Worth by the rank of a record in the query's scores, with
-    chances learned for each rank, had fewer hits than this model everywhere: by 5 to 38 points.
-    Worth by the rank in a short average of past choices had 2 to 4 more with slots for one step and
-    as many with slots for 2 and 4. On an earlier model's selections, those of windows and
-    accumulated attention had the hits of the optimum, and a network trained on the same selections,
-    without scores, to foresee the next step had at most 2 points more than this model.
+    bytes and 1000 steps, blocks of 16, an eighth of them read), points fewer hits with slots for 1,
+    2 and 4 times what a step reads: `Nosa` with half of its free blocks chosen by the query, whose
+    steps share 0.77 of their blocks, 7, 6 and 4; with three quarters (0.58) 15, 13 and 7;
+    `DoubleSparsity` (0.51) 19, 16 and 8. A half-life of 4 steps instead of 64 has 2 to 4 more with
+    slots for one step and as many with more. Worth by the rank of a record in the query's scores,
+    with chances learned for each rank, had 5 to 38 points fewer than this model for `Nosa`. On an
+    earlier model's selections, those of windows and accumulated attention had the hits of the
+    optimum, and a network trained on the same selections, without scores, to foresee the next step
+    had at most 2 points more than this model.
 
     A step costs O(records named) on average: victims are sought among a window of slots that moves
     on, and rates are looked up; the model is fitted once every few thousand touches.
