@@ -19,6 +19,7 @@ from penstock.planner.search._offsets import (
     pack_offsets,
     sufficient_bytes,
 )
+from penstock.planner.search._place_search import PlaceSearch
 from penstock.planner.search._problem import ALWAYS
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
 from penstock.planner.search._sequence import PRIORITY_STRATEGIES
@@ -40,6 +41,7 @@ _WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alon
 # tried again, then some now and then.
 _SURVEYED_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
 _NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
+_PRIORITY_SHARE = 0.35  # of the time for priorities; the rest is for places one by one
 
 
 def offsets_of_fastest(
@@ -235,14 +237,42 @@ def improve_offsets(
     deadline: float,
     seed: int,
 ) -> Addressed:
-    """Improve offsets, and the choice that they are for, by `PrioritySearch` while it helps.
+    """Improve offsets, and the choice that they are for, while it helps.
 
-    Choices are the given ones, and the same for smaller and smaller arenas. The fastest searches
-    have most of the time.
+    First by `PrioritySearch`, for the given choices, and the same for smaller and smaller arenas;
+    the fastest searches have most of the time. Then by `PlaceSearch`.
 
     Choices have times for which bytes alone were counted; the arena has a lower tier.
     """
     random = np.random.default_rng(seed)
+    now = time.monotonic()
+    until = now + max(0.0, deadline - now) * _PRIORITY_SHARE
+    best = _improve_priorities(best, choices, arena, deadline=until, random=random)
+    return _improve_places(best, arena, deadline=deadline, random=random)
+
+
+def _improve_places(
+    best: Addressed, arena: Arena, *, deadline: float, random: np.random.Generator
+) -> Addressed:
+    search = PlaceSearch(best, arena, random)
+    longest, failures = 0.0, 0
+    while failures < _MAX_FAILURES and (now := time.monotonic()) + longest < deadline:
+        is_faster = search.try_places()
+        if is_faster is None:
+            break
+        failures = 0 if is_faster else failures + 1
+        longest = max(longest, time.monotonic() - now)
+    return search.best
+
+
+def _improve_priorities(
+    best: Addressed,
+    choices: Sequence[EvictionChoice],
+    arena: Arena,
+    *,
+    deadline: float,
+    random: np.random.Generator,
+) -> Addressed:
     tried: list[PrioritySearch] = []
     untried = _searches(choices, arena, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
