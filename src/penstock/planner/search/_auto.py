@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,7 +110,7 @@ class AutoSearch:
         self._search(worth=np.inf)
         self.deadline = whole
         if self.recompute:  # else nothing can be dropped, and a smaller arena only moves more
-            self._search_tighter()
+            self._search_tighter(self._finalists(), _TIGHTER)
         for done, (self.reorder, self.recompute) in enumerate(frozen):
             if self._is_ideal():
                 break
@@ -118,32 +118,36 @@ class AutoSearch:
             self.deadline = now + max(0.0, end - now) / (len(frozen) - done)
             self._search_anew()
         self.deadline, (self.reorder, self.recompute) = end, freedom
+        if self.recompute and not self.tighter:  # none fits: as tight as the operators allow
+            self._search_tighter(self.finalists(), (0.0,))
         return self.best
 
-    def _search_tighter(self) -> None:
-        """Search near the best for smaller arenas, which leaves bytes for fragmentation.
+    def _search_tighter(self, finalists: list[SearchCandidate], shares: Sequence[float]) -> None:
+        """Search near the finalists for smaller arenas, which leaves bytes for fragmentation.
 
         A choice that fills the arena to the last byte finds offsets only where it evicts much more;
-        one that was found for a smaller arena evicts what is cheapest.
+        one that was found for a smaller arena evicts what is cheapest. A share of 0 is the largest
+        operator of the finalists.
         """
         best, whole = self.best, self.arena
         moves = whole.lower is not None and best is not None and best.choice.evicted.any()
         if not moves or self._is_ideal():
             return
         saved = self._candidates, self._quick, self._on_better
-        near = self._finalists()[:_NUM_FINALISTS]
+        near = [c for c in finalists if c.dropped][:_NUM_FINALISTS]
         began, end = time.monotonic(), self.deadline
+        least = max((int(c.choice.sequence.working_set.max()) for c in near), default=0)
         try:
-            for done, share in enumerate(_TIGHTER):
-                self.deadline = began + max(0.0, end - began) * (done + 1) / len(_TIGHTER)
-                capacity = int(whole.capacity * share)
+            for done, share in enumerate(shares):
+                self.deadline = began + max(0.0, end - began) * (done + 1) / len(shares)
+                capacity = int(whole.capacity * share) or least
                 self.arena = dataclasses.replace(whole, capacity=capacity)
                 self._on_better = lambda _: None
                 self.best, self._candidates, self._quick = None, {}, {}
                 for candidate in near:
                     self._try(candidate.order, candidate.dropped)
                 self._improve()
-                self._note_tighter(whole, share)
+                self._note_tighter(whole, capacity / whole.capacity)
         finally:
             self.arena, self.best, self.deadline = whole, best, end
             self._candidates, self._quick, self._on_better = saved

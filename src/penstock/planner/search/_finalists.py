@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,6 +34,7 @@ _FINALIST_SHARE = 0.3  # of the time that is left, for the fastest of the finali
 _FIRST_SHARE = 0.35  # of the time, for the first offsets of each; the rest improves the best
 _AS_GOOD = 1.001  # offsets that make no finalist slower are not improved
 _ENGINE_SHARE = 0.6  # of a finalist's time, as long as it has no offsets
+_NUM_QUICK = 5  # choices for smaller arenas that have few tries before the first has many
 _NUM_LATE_TRIES = 3  # choices for which the engine is asked even if there is no time
 _WORTH_IT = 0.998  # of the best time: smaller gains are not searched for
 # A wait, as a share of the step, from which on an interval gets a higher priority.
@@ -41,7 +44,8 @@ _WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alon
 # tried again, then some now and then.
 _SURVEYED_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
 _NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
-_PRIORITY_SHARE = 0.35  # of the time for priorities; the rest is for places one by one
+_PRIORITY_SHARE = 0.3  # of the time for priorities; the rest is for places one by one
+_NUM_PLACED, _MAX_PLACE_FAILURES = 2, 600
 
 
 def offsets_of_fastest(
@@ -106,6 +110,8 @@ def find_offsets(
     # Where the engine's strategies find nothing, the packer needs its part of the time.
     now = time.monotonic()
     halfway = now + max(0.0, deadline - now) * _ENGINE_SHARE
+    if best is None:  # a plan for a smaller arena soon, rather than many tries for the whole
+        best = _find_quickly(choice, arena, deadline=halfway)
     for number, smaller in enumerate(_for_smaller_arenas(choice, arena)):
         until = halfway if best is None else deadline
         # A late choice has a cheap try nevertheless: one for a much smaller arena costs more.
@@ -120,6 +126,15 @@ def find_offsets(
             other = pack_offsets(choice, arena, deadline=deadline, seed=seed)
             return min(best, other, key=lambda found: found[0].seconds)
     return best
+
+
+def _find_quickly(choice: EvictionChoice, arena: Arena, *, deadline: float) -> Addressed | None:
+    """Return the first offsets that few tries find, for smaller and smaller arenas."""
+    for smaller in itertools.islice(_for_smaller_arenas(choice, arena), _NUM_QUICK):
+        found = assign_offsets(smaller, arena, worth=np.inf, deadline=deadline, quick=True)
+        if found is not None or time.monotonic() > deadline:
+            return found
+    return None
 
 
 def _pack_smaller(choice: EvictionChoice, arena: Arena, *, deadline: float, seed: int) -> Addressed:
@@ -229,6 +244,9 @@ class PrioritySearch:
         return found
 
 
+_Search = TypeVar("_Search", PrioritySearch, PlaceSearch)
+
+
 def improve_offsets(
     best: Addressed,
     choices: Sequence[EvictionChoice],
@@ -247,22 +265,16 @@ def improve_offsets(
     random = np.random.default_rng(seed)
     now = time.monotonic()
     until = now + max(0.0, deadline - now) * _PRIORITY_SHARE
-    best = _improve_priorities(best, choices, arena, deadline=until, random=random)
-    return _improve_places(best, arena, deadline=deadline, random=random)
-
-
-def _improve_places(
-    best: Addressed, arena: Arena, *, deadline: float, random: np.random.Generator
-) -> Addressed:
-    search = PlaceSearch(best, arena, random)
-    longest, failures = 0.0, 0
-    while failures < _MAX_FAILURES and (now := time.monotonic()) + longest < deadline:
-        is_faster = search.try_places()
-        if is_faster is None:
-            break
-        failures = 0 if is_faster else failures + 1
+    found = _improve_priorities(best, choices, arena, deadline=until, random=random)
+    places = [PlaceSearch(each, arena, random) for each in found[:_NUM_PLACED]]
+    longest = 0.0  # the longest time of a try
+    while places and (now := time.monotonic()) + longest < deadline:
+        search = _choose_fast(places, random)
+        if not search.try_places():
+            places = [each for each in places if each.failures < _MAX_PLACE_FAILURES]
+        best = min(best, search.best, key=lambda one: one[0].seconds)
         longest = max(longest, time.monotonic() - now)
-    return search.best
+    return best
 
 
 def _improve_priorities(
@@ -272,8 +284,11 @@ def _improve_priorities(
     *,
     deadline: float,
     random: np.random.Generator,
-) -> Addressed:
+) -> list[Addressed]:
+    """Return the best of each search, and the given one, the fastest first."""
+    given = best
     tried: list[PrioritySearch] = []
+    best_of: dict[PrioritySearch, Addressed] = {}
     untried = _searches(choices, arena, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
     while failures < _MAX_FAILURES and (now := time.monotonic()) + longest < deadline:
@@ -290,15 +305,17 @@ def _improve_priorities(
                 break
             search = _choose_fast(tried, random)
         found = search.try_priorities()
+        if found is not None:
+            best_of[search] = found
         if found is not None and found[0].seconds < best[0].seconds:
             best, failures = found, 0
         else:
             failures += 1
         longest = max(longest, time.monotonic() - now)
-    return best
+    return sorted([given, *best_of.values()], key=lambda one: one[0].seconds)
 
 
-def _choose_fast(tried: Sequence[PrioritySearch], random: np.random.Generator) -> PrioritySearch:
+def _choose_fast(tried: Sequence[_Search], random: np.random.Generator) -> _Search:
     """Choose one of the fastest searches, mostly the first."""
     by_time = sorted(tried, key=lambda one: (one.seconds, -one.floor))
     return by_time[min(int(random.exponential(0.7)), len(by_time) - 1)]

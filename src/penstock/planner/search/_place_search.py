@@ -32,11 +32,13 @@ class PlaceSearch:
 
     Attributes:
         best: The choice with its offsets.
+        failures: Tries since the last one that made the step shorter.
     """
 
     def __init__(self, best: Addressed, arena: Arena, random: np.random.Generator) -> None:
         assert arena.lower is not None
         self.best, self._random = best, random
+        self.failures = 0
         self._rates = arena.lower.rates
         choice, self._sequence = best[0], best[0].sequence
         self._capacity = arena.capacity - arena.capacity % self._sequence.problem.alignment
@@ -50,23 +52,40 @@ class PlaceSearch:
         self._is_movable = self._intervals["arrives"] != ALWAYS
         self._bytes_alone = self._stalls(replay.starts)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step with the best offsets."""
+        return self.best[0].seconds
+
+    @property
+    def floor(self) -> float:
+        """Seconds of a step for which bytes alone are counted."""
+        return self._step_seconds + self.best[0].interference_seconds
+
     def _stalls(self, starts: np.ndarray) -> np.ndarray:
         """Return per position the seconds between the end of the operator before and its start."""
         sequence = self._sequence
         seconds = sequence.problem.operator_seconds[sequence.order]
         return np.diff(starts - np.cumsum(seconds) + seconds, prepend=0.0)
 
-    def try_places(self) -> bool | None:
-        """Place some intervals anew; return whether that is faster, None if nothing waits."""
+    def try_places(self) -> bool:
+        """Place some intervals anew; return whether that is faster."""
+        before = self.seconds
+        self._place_anew()
+        is_faster = self.seconds < before * (1 - 1e-6)
+        self.failures = 0 if is_faster else self.failures + 1
+        return is_faster
+
+    def _place_anew(self) -> None:
         random, choice = self._random, self.best[0]
         waits = self._stalls(choice.replay.starts) - self._bytes_alone
         waits[waits < _LONG_WAIT * choice.seconds] = 0.0
         if not waits.any():
-            return None
+            return
         position = random.choice(len(waits), p=waits / waits.sum())
         waiting = np.flatnonzero((self._starts == position) & self._is_movable)
         if not len(waiting):
-            return False
+            return
         moved = np.union1d(waiting, self._choose_around(waiting))
         intervals = self._intervals.copy()
         intervals["offset"][moved] = -1
@@ -78,14 +97,13 @@ class PlaceSearch:
             priority=self._priorities(moved, waiting),
         )
         if missing.any():
-            return False
+            return
         replay = self._sequence.replay(choice.evicted, intervals, self._rates, tier=choice.tier)
         before = choice.replay.step_seconds
         if replay.overflow > 0 or replay.step_seconds > before * (1 + 1e-9):
-            return False
+            return
         self._intervals = intervals
         self.best = dataclasses.replace(choice, replay=replay), intervals["offset"].tolist()
-        return replay.step_seconds < before * (1 - 1e-6)
 
     def _choose_around(self, waiting: np.ndarray) -> np.ndarray:
         """Choose intervals that are there with those that wait, in a range of addresses."""
