@@ -110,7 +110,9 @@ class AutoSearch:
         self._search(worth=np.inf)
         self.deadline = whole
         if self.recompute:  # else nothing can be dropped, and a smaller arena only moves more
-            self._search_tighter(self._finalists(), _TIGHTER)
+            self._search_tighter(
+                self._finalists(), [int(self.arena.capacity * share) for share in _TIGHTER]
+            )
         for done, (self.reorder, self.recompute) in enumerate(frozen):
             if self._is_ideal():
                 break
@@ -118,29 +120,29 @@ class AutoSearch:
             self.deadline = now + max(0.0, end - now) / (len(frozen) - done)
             self._search_anew()
         self.deadline, (self.reorder, self.recompute) = end, freedom
-        if self.recompute and not self.tighter:  # none fits: as tight as the operators allow
-            self._search_tighter(self.finalists(), (0.0,))
+        if self.recompute:
+            near = [candidate for candidate in self.finalists() if candidate.dropped]
+            least = max((int(c.choice.sequence.working_set.max()) for c in near), default=0)
+            if least > self.arena.capacity * max(_TIGHTER):  # as tight as the operators allow
+                self._search_tighter(near, [least])
         return self.best
 
-    def _search_tighter(self, finalists: list[SearchCandidate], shares: Sequence[float]) -> None:
+    def _search_tighter(self, finalists: list[SearchCandidate], capacities: Sequence[int]) -> None:
         """Search near the finalists for smaller arenas, which leaves bytes for fragmentation.
 
         A choice that fills the arena to the last byte finds offsets only where it evicts much more;
-        one that was found for a smaller arena evicts what is cheapest. A share of 0 is the largest
-        operator of the finalists.
+        one that was found for a smaller arena evicts what is cheapest.
         """
         best, whole = self.best, self.arena
         moves = whole.lower is not None and best is not None and best.choice.evicted.any()
         if not moves or self._is_ideal():
             return
         saved = self._candidates, self._quick, self._on_better
-        near = [c for c in finalists if c.dropped][:_NUM_FINALISTS]
+        near = finalists[:_NUM_FINALISTS]
         began, end = time.monotonic(), self.deadline
-        least = max((int(c.choice.sequence.working_set.max()) for c in near), default=0)
         try:
-            for done, share in enumerate(shares):
-                self.deadline = began + max(0.0, end - began) * (done + 1) / len(shares)
-                capacity = int(whole.capacity * share) or least
+            for done, capacity in enumerate(capacities):
+                self.deadline = began + max(0.0, end - began) * (done + 1) / len(capacities)
                 self.arena = dataclasses.replace(whole, capacity=capacity)
                 self._on_better = lambda _: None
                 self.best, self._candidates, self._quick = None, {}, {}
