@@ -30,7 +30,7 @@ from penstock.planner.search._sequence import PRIORITY_STRATEGIES
 _FEW_POSITIONS = 500
 # Shares of the arena for which evictions are chosen, when they get offsets.
 _ARENA_SHARES = (0.99, 0.97, 0.95, 0.92, 0.85, 0.7, 0.4, 0.0)
-_FINALIST_SHARE = 0.2  # of the time that is left, for the fastest of the finalists left
+_FINALIST_SHARE = 0.3  # of the time that is left, for the fastest of the finalists left
 _FIRST_SHARE = 0.35  # of the time, for the first offsets of each; the rest improves the best
 _AS_GOOD = 1.001  # offsets that make no finalist slower are not improved
 _ENGINE_SHARE = 0.6  # of a finalist's time, as long as it has no offsets
