@@ -25,7 +25,7 @@ _RELATIVE_TOLERANCE = 1e-6  # of times, which a planner may have added up in ano
 # `cut` and `persistent` go over pairs of operators: a tenth of a second for so many.
 _FEW_OPERATORS = 2500
 _QUICK = ("compute", "cut", "persistent")
-_SLOW = ("chain", "remaking", "residency_lp", "segments", "windows")
+_SLOW = ("chain", "exclusion", "remaking", "residency_lp", "segments", "windows")
 _SECONDS_FOR_BOUNDS = 600.0
 
 

@@ -134,8 +134,8 @@ class Bound:
         seconds: The largest of the bounds.
         binding: Name of the one that is the largest.
         seconds_of: Each bound by name: `"compute"`, `"cut"`, `"persistent"`, `"chain"`,
-            `"remaking"`, `"residency_lp"`, `"segments"`, `"windows"`; those that do not hold for
-            the free decisions are missing.
+            `"remaking"`, `"exclusion"`, `"residency_lp"`, `"segments"`, `"windows"`; those that do
+            not hold for the free decisions are missing.
         reorder: Whether it holds for other orders than the program's.
         recompute: Whether it holds for plans in which operators run again.
     """

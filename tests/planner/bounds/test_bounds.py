@@ -241,6 +241,71 @@ def test_what_is_made_again_needs_operands_that_are_made_again():
     assert bound.seconds_of["remaking"] == pytest.approx(13 + 3.1, rel=1e-3)
 
 
+def two_operands(rng=None):
+    """Two values of 10 bytes, each made of 6 others, and an operator that needs both.
+
+    With random numbers: other sizes, operands in common, something kept for later.
+    """
+    build = GraphBuilder()
+    size = (lambda usual: rng.randint(1, usual)) if rng else (lambda usual: usual)
+    again = (lambda: rng.random() < 0.7) if rng else (lambda: False)
+    start = build.storage(size(2), Kind.INPUT, given=True)
+    shared = rng is not None and rng.random() < 0.4
+    operands, large = [], []
+    for number in range(2):
+        if not (shared and number):
+            operands.append(build.storage(size(8) if rng else 6))
+            build.run(reads=(start,), creates=(operands[-1],), recomputable=again())
+        large.append(build.storage(size(10) + 4 * bool(rng)))
+        build.run(reads=(operands[-1],), creates=(large[-1],), recomputable=again())
+    result = build.storage(1)
+    late = (operands[0],) if rng and rng.random() < 0.3 else ()
+    build.run(reads=tuple(large), creates=(result,), recomputable=False)
+    if late or (rng and rng.random() < 0.3):
+        result, read = build.storage(1), result
+        build.run(reads=(read, *late), creates=(result,), recomputable=False)
+    return build.graph(result)
+
+
+def test_an_operand_leaves_while_the_other_one_is_made():
+    # 22 bytes hold both values and a result, or one and an operand of the other, never 26. A second
+    # each for the operand, the value, which leaves at 2 bytes per second while the other operand is
+    # made, the other value, then 10 bytes come in at 5 bytes per second, then the user.
+    graph = two_operands()
+    asked = request(
+        graph,
+        budget=Budget(device_bytes=22, host_bytes=HOST),
+        profile=machine(out=2.0, back=5.0),
+        seconds=1.0,
+        time_limit=20,
+    )
+    bound = lower_bound(asked)
+    assert bound.binding == "exclusion"
+    assert bound.seconds == pytest.approx(1 + 1 + 10 / 2 + 1 + 10 / 5 + 1, rel=1e-3)
+    assert brute_force(asked).step_seconds == pytest.approx(bound.seconds, rel=1e-3)
+    assert "exclusion" not in bound_of(graph, 26, reorder=True, recompute=True).seconds_of
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_no_plan_of_operands_that_exclude_each_other_is_faster(rng):
+    graph = two_operands(rng)
+    seconds = [rng.choice([0.0, 0.1, 1.0, 3.0]) for _ in graph.operators]
+    least = working_set(graph).num_bytes
+    budget = Budget(device_bytes=least + rng.choice([0, 1, 2, 5]), host_bytes=HOST)
+    out, back = rng.choice([(1.0, 1.0), (0.5, 1.0), (2.0, 3.0), (5.0, 4.0)])
+    asked = request(
+        graph, budget=budget, profile=machine(out=out, back=back), seconds=seconds, time_limit=1.0
+    )
+    bound = lower_bound(asked)
+    try:
+        best = brute_force(asked, max_again=2)
+    except InfeasibleError:
+        return
+    for name, least_seconds in bound.seconds_of.items():
+        assert least_seconds <= best.step_seconds * (1 + 1e-6) + 1e-9, name
+
+
 def test_operands_are_kept_where_that_is_less_than_making_them_again():
     # What is in between has a byte and takes 50 s: it is kept, or leaves and comes back.
     build = GraphBuilder()

@@ -339,3 +339,22 @@ def test_a_search_remembers_few_candidates(monkeypatch, few):
     assert len(sizes) > 20
     assert max(sizes) == 5
     assert max(quick) <= 2 * (200 + len(graph.operators))
+
+
+@pytest.mark.parametrize("share", [0.99, 0.5])
+def test_an_arena_for_one_operator_and_little_more_is_searched_as_tight_as_that(monkeypatch, share):
+    """In a smaller one the largest operator would not fit; larger arenas are searched by shares."""
+    found, note = [], AutoSearch._note_tighter
+
+    def noted(search, whole, part):
+        note(search, whole, part)
+        found.extend([search.arena.capacity] * len(search.tighter))
+
+    monkeypatch.setattr(AutoSearch, "_note_tighter", noted)
+    graph = chain_step(8, weight_bytes=4096, activation_bytes=65536)
+    seconds = [1.0] * len(graph.operators)
+    least = int(program(graph, seconds).working_set.max())
+    device_bytes = int(least / share)
+    check(graph, planned(graph, seconds, device_bytes, time_limit=2.0))
+    assert (least if share > 0.95 else int(device_bytes * 0.95)) in found
+    assert share > 0.95 or least not in found

@@ -12,10 +12,11 @@ from graphs import chain_step, random_graph
 from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
 from penstock.planner._request import LinkRates
 from penstock.planner.search._finalists import PrioritySearch, improve_offsets
-from penstock.planner.search._offsets import engine_intervals
+from penstock.planner.search._offsets import assign_offsets, engine_intervals
+from penstock.planner.search._place_search import PlaceSearch
 from penstock.planner.search._problem import INTERVAL, Problem
 from penstock.planner.search._residency import Arena, LowerTiers, ResidencySearch
-from penstock.planner.search._sequence import NUM_STRATEGIES, OperatorSequence
+from penstock.planner.search._sequence import AGAIN, NUM_STRATEGIES, OperatorSequence
 
 BY_SIZE, FULLEST = 3, (4, 5)
 TINY = 4096  # parts of the arena of which one at most is tiny
@@ -216,3 +217,66 @@ def test_stays_that_found_no_place_come_earlier_until_all_have_one(seed):
     best = next(one for one in found if one is not None)
     better = improve_offsets(best, [choice], arena, deadline=time.monotonic() + 0.5, seed=0)
     assert better[0].seconds <= best[0].seconds
+
+
+@given(
+    intervals=some_stays(),
+    capacity=st.sampled_from([8192, 32768, 131072]),
+    seed=st.integers(0, 99),
+)
+def test_intervals_that_have_offsets_keep_them(intervals, capacity, seed):
+    if assign(intervals, capacity, FULLEST[0], step_seconds=NUM_POSITIONS).any():
+        return
+    random = np.random.default_rng(seed)
+    moved = random.random(len(intervals)) < 0.4
+    again = intervals.copy()
+    again["offset"][moved] = -1
+    priority = random.random(len(intervals))
+    missing = SEQUENCE.assign_offsets(
+        again, capacity, step_seconds=float(NUM_POSITIONS), strategy=AGAIN, priority=priority
+    )
+    assert (again["offset"][~moved] == intervals["offset"][~moved]).all()
+    placed = again[again["offset"] >= 0]
+    assert not meetings(placed)
+    assert (placed["offset"] + placed["bytes"] <= capacity).all()
+    lacking = again[again["offset"] < 0]
+    assert set(np.flatnonzero(missing)) == set(lacking["start"].tolist())
+
+
+def test_the_highest_priority_chooses_first():
+    intervals = intervals_from([(4096, 0, 9), (4096, 1, 8), (4096, 2, 7)])
+    intervals["offset"][:] = 0, -1, -1
+    for first, other in ((1, 2), (2, 1)):
+        again, priority = intervals.copy(), np.zeros(3)
+        priority[first] = np.inf
+        SEQUENCE.assign_offsets(again, 8192, step_seconds=1e3, strategy=AGAIN, priority=priority)
+        assert again["offset"][[0, first, other]].tolist() == [0, 4096, -1]
+
+
+@pytest.mark.parametrize("seed", [5, 6, 15])
+def test_what_waits_for_an_address_gets_another_one(seed):
+    rng = random.Random(seed)
+    graph = random_graph(rng, 40)
+    problem = Problem(graph, [1.0] * 40, alignment=1)
+    sequence = OperatorSequence(problem, np.arange(40))
+    least, most = int(sequence.working_set.max()), int(sequence.base.max())
+    arena = Arena(least + (most - least) // 3, LowerTiers((LinkRates(2.0, 2.0),)))
+    choice = ResidencySearch(sequence, arena).quick()
+    assert choice is not None
+    found = assign_offsets(choice, arena, worth=np.inf, deadline=time.monotonic() + 5, quick=True)
+    assert found is not None
+    search = PlaceSearch(found, arena, np.random.default_rng(0))
+    seconds = [search.seconds]
+    for _ in range(300):
+        before, failures = search.seconds, search.failures
+        assert search.try_places() == (search.seconds < before)
+        assert search.failures == (0 if search.seconds < before else failures + 1)
+        seconds.append(search.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert search.floor <= seconds[-1] < seconds[0]
+    intervals = engine_intervals(search.best[0], (LinkRates(2.0, 2.0),))
+    intervals["offset"] = search.best[1]
+    replay = sequence.replay(search.best[0].evicted, intervals, (LinkRates(2.0, 2.0),))
+    assert replay.step_seconds == pytest.approx(search.seconds)
+    ends = intervals["offset"] + intervals["bytes"]
+    assert (intervals["offset"] >= 0).all() and ends.max() <= arena.capacity

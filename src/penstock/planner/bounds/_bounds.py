@@ -24,6 +24,7 @@ from penstock.memory import Tier
 from penstock.planner._plan_records import Bound
 from penstock.planner._request import LinkRates, PlanRequest
 from penstock.planner.bounds._cuts import NUM_CUTS, chain_bound, window_bound
+from penstock.planner.bounds._exclusion import exclusion_bound, find_exclusion
 from penstock.planner.bounds._fixed_order import (
     FixedOrder,
     LiveRangeTable,
@@ -60,6 +61,8 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
       `chain_bound`).
     - `remaking`: for any order, if operators may run again; recomputed values need their operands,
       and these theirs (see `recomputation_bound`).
+    - `exclusion`: for any order; of two operands that cannot be made beside each other one leaves
+      and returns between them, and little else fits beside both (see `exclusion_bound`).
     - `residency_lp`: for a frozen order, with shares of the values that are absent in each hole
       between two uses (or recomputed, if recomputation is free). Every plan of this order is a
       solution with shares 0 and 1, so the optimum with shares in between is not above it (see
@@ -111,6 +114,9 @@ def lower_bound(request: PlanRequest, *, order: Sequence[int] | None = None) -> 
             solvers["remaking"] = functools.partial(recomputation_bound, *step)
         if frozen is None:
             solvers["chain"] = functools.partial(chain_bound, *step, recompute=recompute)
+        pair = find_exclusion(graph, capacity) if recompute and frozen is None else None
+        if pair is not None:
+            solvers["exclusion"] = functools.partial(exclusion_bound, *step, pair)
     if frozen is not None:
         seconds = np.asarray(operator_seconds, dtype=np.float64)
         again = seconds if recompute else None

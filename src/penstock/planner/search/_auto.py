@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,7 +110,9 @@ class AutoSearch:
         self._search(worth=np.inf)
         self.deadline = whole
         if self.recompute:  # else nothing can be dropped, and a smaller arena only moves more
-            self._search_tighter()
+            self._search_tighter(
+                self._finalists(), [int(self.arena.capacity * share) for share in _TIGHTER]
+            )
         for done, (self.reorder, self.recompute) in enumerate(frozen):
             if self._is_ideal():
                 break
@@ -118,10 +120,15 @@ class AutoSearch:
             self.deadline = now + max(0.0, end - now) / (len(frozen) - done)
             self._search_anew()
         self.deadline, (self.reorder, self.recompute) = end, freedom
+        if self.recompute:
+            near = [candidate for candidate in self.finalists() if candidate.dropped]
+            least = max((int(c.choice.sequence.working_set.max()) for c in near), default=0)
+            if least > self.arena.capacity * max(_TIGHTER):  # as tight as the operators allow
+                self._search_tighter(near, [least])
         return self.best
 
-    def _search_tighter(self) -> None:
-        """Search near the best for smaller arenas, which leaves bytes for fragmentation.
+    def _search_tighter(self, finalists: list[SearchCandidate], capacities: Sequence[int]) -> None:
+        """Search near the finalists for smaller arenas, which leaves bytes for fragmentation.
 
         A choice that fills the arena to the last byte finds offsets only where it evicts much more;
         one that was found for a smaller arena evicts what is cheapest.
@@ -131,19 +138,18 @@ class AutoSearch:
         if not moves or self._is_ideal():
             return
         saved = self._candidates, self._quick, self._on_better
-        near = self._finalists()[:_NUM_FINALISTS]
+        near = finalists[:_NUM_FINALISTS]
         began, end = time.monotonic(), self.deadline
         try:
-            for done, share in enumerate(_TIGHTER):
-                self.deadline = began + max(0.0, end - began) * (done + 1) / len(_TIGHTER)
-                capacity = int(whole.capacity * share)
+            for done, capacity in enumerate(capacities):
+                self.deadline = began + max(0.0, end - began) * (done + 1) / len(capacities)
                 self.arena = dataclasses.replace(whole, capacity=capacity)
                 self._on_better = lambda _: None
                 self.best, self._candidates, self._quick = None, {}, {}
                 for candidate in near:
                     self._try(candidate.order, candidate.dropped)
                 self._improve()
-                self._note_tighter(whole, share)
+                self._note_tighter(whole, capacity / whole.capacity)
         finally:
             self.arena, self.best, self.deadline = whole, best, end
             self._candidates, self._quick, self._on_better = saved

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from penstock.planner.search._offsets import (
     pack_offsets,
     sufficient_bytes,
 )
+from penstock.planner.search._place_search import PlaceSearch
 from penstock.planner.search._problem import ALWAYS
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
 from penstock.planner.search._sequence import PRIORITY_STRATEGIES
@@ -31,6 +34,7 @@ _FINALIST_SHARE = 0.3  # of the time that is left, for the fastest of the finali
 _FIRST_SHARE = 0.35  # of the time, for the first offsets of each; the rest improves the best
 _AS_GOOD = 1.001  # offsets that make no finalist slower are not improved
 _ENGINE_SHARE = 0.6  # of a finalist's time, as long as it has no offsets
+_NUM_QUICK = 5  # choices for smaller arenas that have few tries before the first has many
 _NUM_LATE_TRIES = 3  # choices for which the engine is asked even if there is no time
 _WORTH_IT = 0.998  # of the best time: smaller gains are not searched for
 # A wait, as a share of the step, from which on an interval gets a higher priority.
@@ -40,6 +44,8 @@ _WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alon
 # tried again, then some now and then.
 _SURVEYED_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
 _NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
+_PRIORITY_SHARE = 0.3  # of the time for priorities; the rest is for places one by one
+_NUM_PLACED, _MAX_PLACE_FAILURES = 2, 600
 
 
 def offsets_of_fastest(
@@ -85,7 +91,8 @@ def offsets_of_fastest(
         raise failure
     if arena.lower is None or best[0].seconds <= finalists[0].seconds * _AS_GOOD:
         return best
-    near = [c.choice for c in (*tighter, *finalists[:1]) if c.seconds < best[0].seconds]
+    near = {id(c.choice): c.choice for c in (*tighter, *finalists[:1])}
+    near = [choice for choice in near.values() if choice.seconds < best[0].seconds]
     return improve_offsets(best, near, arena, deadline=last, seed=seed)
 
 
@@ -104,6 +111,8 @@ def find_offsets(
     # Where the engine's strategies find nothing, the packer needs its part of the time.
     now = time.monotonic()
     halfway = now + max(0.0, deadline - now) * _ENGINE_SHARE
+    if best is None:  # a plan for a smaller arena soon, rather than many tries for the whole
+        best = _find_quickly(choice, arena, deadline=halfway)
     for number, smaller in enumerate(_for_smaller_arenas(choice, arena)):
         until = halfway if best is None else deadline
         # A late choice has a cheap try nevertheless: one for a much smaller arena costs more.
@@ -118,6 +127,15 @@ def find_offsets(
             other = pack_offsets(choice, arena, deadline=deadline, seed=seed)
             return min(best, other, key=lambda found: found[0].seconds)
     return best
+
+
+def _find_quickly(choice: EvictionChoice, arena: Arena, *, deadline: float) -> Addressed | None:
+    """Return the first offsets that few tries find, for smaller and smaller arenas."""
+    for smaller in itertools.islice(_for_smaller_arenas(choice, arena), _NUM_QUICK):
+        found = assign_offsets(smaller, arena, worth=np.inf, deadline=deadline, quick=True)
+        if found is not None or time.monotonic() > deadline:
+            return found
+    return None
 
 
 def _pack_smaller(choice: EvictionChoice, arena: Arena, *, deadline: float, seed: int) -> Addressed:
@@ -227,6 +245,9 @@ class PrioritySearch:
         return found
 
 
+_Search = TypeVar("_Search", PrioritySearch, PlaceSearch)
+
+
 def improve_offsets(
     best: Addressed,
     choices: Sequence[EvictionChoice],
@@ -235,15 +256,40 @@ def improve_offsets(
     deadline: float,
     seed: int,
 ) -> Addressed:
-    """Improve offsets, and the choice that they are for, by `PrioritySearch` while it helps.
+    """Improve offsets, and the choice that they are for, while it helps.
 
-    Choices are the given ones, and the same for smaller and smaller arenas. The fastest searches
-    have most of the time.
+    First by `PrioritySearch`, for the given choices, and the same for smaller and smaller arenas;
+    the fastest searches have most of the time. Then by `PlaceSearch`.
 
     Choices have times for which bytes alone were counted; the arena has a lower tier.
     """
     random = np.random.default_rng(seed)
+    now = time.monotonic()
+    until = now + max(0.0, deadline - now) * _PRIORITY_SHARE
+    found = _improve_priorities(best, choices, arena, deadline=until, random=random)
+    places = [PlaceSearch(each, arena, random) for each in found[:_NUM_PLACED]]
+    longest = 0.0  # the longest time of a try
+    while places and (now := time.monotonic()) + longest < deadline:
+        search = _choose_fast(places, random)
+        if not search.try_places():
+            places = [each for each in places if each.failures < _MAX_PLACE_FAILURES]
+        best = min(best, search.best, key=lambda one: one[0].seconds)
+        longest = max(longest, time.monotonic() - now)
+    return best
+
+
+def _improve_priorities(
+    best: Addressed,
+    choices: Sequence[EvictionChoice],
+    arena: Arena,
+    *,
+    deadline: float,
+    random: np.random.Generator,
+) -> list[Addressed]:
+    """Return the best of each search, and the given one, the fastest first."""
+    given = best
     tried: list[PrioritySearch] = []
+    best_of: dict[PrioritySearch, Addressed] = {}
     untried = _searches(choices, arena, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
     while failures < _MAX_FAILURES and (now := time.monotonic()) + longest < deadline:
@@ -260,15 +306,17 @@ def improve_offsets(
                 break
             search = _choose_fast(tried, random)
         found = search.try_priorities()
+        if found is not None:
+            best_of[search] = found
         if found is not None and found[0].seconds < best[0].seconds:
             best, failures = found, 0
         else:
             failures += 1
         longest = max(longest, time.monotonic() - now)
-    return best
+    return sorted([given, *best_of.values()], key=lambda one: one[0].seconds)
 
 
-def _choose_fast(tried: Sequence[PrioritySearch], random: np.random.Generator) -> PrioritySearch:
+def _choose_fast(tried: Sequence[_Search], random: np.random.Generator) -> _Search:
     """Choose one of the fastest searches, mostly the first."""
     by_time = sorted(tried, key=lambda one: (one.seconds, -one.floor))
     return by_time[min(int(random.exponential(0.7)), len(by_time) - 1)]

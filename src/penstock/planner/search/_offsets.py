@@ -39,12 +39,13 @@ Addressed = tuple[EvictionChoice, list[int]]
 
 
 def assign_offsets(
-    choice: EvictionChoice, arena: Arena, *, worth: float, deadline: float
+    choice: EvictionChoice, arena: Arena, *, worth: float, deadline: float, quick: bool = False
 ) -> Addressed | None:
     """Find offsets by the engine, for the choice, or for one for a little less where none fit.
 
     The choice has times for which bytes alone were counted; `worth` are the seconds of a step
     that have to be beaten, after the deadline any plan does.
+    A `quick` search has few tries.
 
     Returns:
         The fastest that was found; None if there are no offsets, or none that beat `worth`.
@@ -53,7 +54,7 @@ def assign_offsets(
         return None
     best: Addressed | None = None
     seconds_of = dict.fromkeys(range(NUM_STRATEGIES), np.inf)
-    for num_tries in (_FEW_TRIES, _NUM_TRIES):
+    for num_tries in (_FEW_TRIES,) if quick else (_FEW_TRIES, _NUM_TRIES):
         # With many tries first the strategies that did well with few; where none found any offsets,
         # those for tight arenas.
         for strategy in sorted(seconds_of, key=lambda number: (seconds_of[number], -number)):
@@ -63,6 +64,8 @@ def assign_offsets(
                 seconds_of[strategy] = worth
             if worth <= choice.seconds * _AS_GOOD or time.monotonic() > deadline:
                 return best
+        if best is None and worth < np.inf:  # more tries are for what has some, or for any plan
+            return None
     return best
 
 

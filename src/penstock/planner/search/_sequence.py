@@ -26,6 +26,7 @@ MAX_PREFETCH_DISTANCE = 4096
 NEVER = np.iinfo(np.int32).max
 NUM_STRATEGIES = 6
 PRIORITY_STRATEGIES = (5, 4, 3)  # the fullest positions first, or by size
+AGAIN = 6  # the strategy for intervals that have no offset yet
 # Intervals of at least this part of the arena are large, where large and small ones lie apart.
 _LARGE = 8
 

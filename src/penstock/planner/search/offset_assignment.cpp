@@ -15,8 +15,9 @@ class OffsetAssignment {
  public:
   // The choice among places with equal waits: the lowest, the highest, or in the smallest free piece; by
   // size the highest for large intervals and the lowest for small ones. With the fullest positions
-  // first: in the smallest piece, or by size.
-  enum Strategy : i32 { LOW, HIGH, TIGHT, BY_SIZE, FULLEST_TIGHT, FULLEST_BY_SIZE };
+  // first: in the smallest piece, or by size. AGAIN: what has an offset keeps it, and the others come by
+  // their priorities, each in the smallest piece.
+  enum Strategy : i32 { LOW, HIGH, TIGHT, BY_SIZE, FULLEST_TIGHT, FULLEST_BY_SIZE, AGAIN };
   static constexpr i32 NUM_MOMENTS = 512;
   static constexpr i64 kTinyShare = 256;  // this part of the arena is for tiny intervals
 
@@ -30,6 +31,7 @@ class OffsetAssignment {
   // Returns for each position the bytes that its largest free piece lacks for an interval without a place.
   // Those are left out, so the others may wait less than they would.
   void run(i64* missing) {
+    if (strategy_ == AGAIN) return run_again(missing);
     if (strategy_ >= FULLEST_TIGHT) note_fullness();
     for (i64 part = 1 << 12; part <= 1 << 20 && !reserve_tiny(capacity_ / part); part *= 4) {}
     std::vector<i32> order;
@@ -55,6 +57,20 @@ class OffsetAssignment {
       } else {
         put(interval);
       }
+    }
+  }
+
+  // Does the same for the intervals that have no offset yet.
+  void run_again(i64* missing) {
+    std::vector<i32> order;
+    for (i32 interval = 0; interval < num_intervals_; ++interval) {
+      if (intervals_[interval].offset < 0) order.push_back(interval);
+      else put(interval);
+    }
+    std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return priority_[a] > priority_[b]; });
+    for (i32 interval : order) {
+      if (place(interval)) put(interval);
+      else missing[intervals_[interval].start % n_] = 1;
     }
   }
 
@@ -358,7 +374,7 @@ class OffsetAssignment {
       if (from - low >= it.bytes) {
         auto look = [&](i64 at) {
           const bool by_size = strategy_ == BY_SIZE || strategy_ == FULLEST_BY_SIZE;
-          const bool tight = strategy_ == TIGHT || strategy_ == FULLEST_TIGHT;
+          const bool tight = strategy_ == TIGHT || strategy_ == FULLEST_TIGHT || strategy_ == AGAIN;
           const bool low_first = strategy_ == LOW || (by_size && it.bytes < large_bytes_);
           const double tie = static_cast<double>(low_first ? at : tight ? from - low : capacity_ - at);
           double cost = 1e-9 * step_ * tie / static_cast<double>(capacity_);
