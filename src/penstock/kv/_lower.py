@@ -249,8 +249,8 @@ class PageTiers:
         begins = (self._pages.place[pages] * layout.num_heads + heads) * record
         share = -(-len(pages) // num_threads)
         is_start = np.ones(len(pages), dtype=bool)
-        is_start[1:] = (np.diff(segments) != 0) | (np.diff(begins) != record)
-        is_start[1:] |= np.diff(offsets) != record
+        is_apart = (np.diff([begins, offsets]) != record).any(0)
+        is_start[1:] = is_apart | (np.diff(segments) != 0)
         is_start[::share] = True
         starts = np.flatnonzero(is_start)
         lengths = dict(zip(starts.tolist(), np.diff(starts, append=len(pages)), strict=True))

@@ -127,9 +127,8 @@ def _solve(step: TimedStep, forced: Forced, pair: Exclusion, time_limit: float) 
     a, b = graph.producers[pair.absent], graph.producers[pair.other]
     assert a is not None and b is not None
     earlier = forced.ancestors_of(a) | forced.ancestors_of(b)
-    earlier[a] = True
     later = forced.descendants_of(pair.user)
-    later[pair.user] = True
+    earlier[a] = later[pair.user] = True
     moments = [_first_run(forced, a), Moment(b, False, earlier, later)]
     moments.append(_first_run(forced, pair.user))
     excess = np.where(
