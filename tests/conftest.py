@@ -202,13 +202,15 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     if not _left_behind(*before):
         return
-    # Objects in reference cycles, tracebacks above all, end with the next collection.
+    # Objects in reference cycles, tracebacks above all, end with the next collection; those that a
+    # thread holds until it ends, with one after that.
     gc.collect()
     deadline = time.monotonic() + SECONDS_TO_END
     while left := _left_behind(*before):
         if time.monotonic() > deadline:
             pytest.fail(f"left behind by this test: {', '.join(left)}")
         time.sleep(0.01)
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
