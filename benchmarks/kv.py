@@ -157,6 +157,9 @@ class Decoder:
             shape = (1, config.num_key_value_heads, min(CHUNK, self.context - first), head_dim)
             for layer in range(config.num_hidden_layers):
                 self.cache.update(*torch.randn(2, *shape, generator=generator), layer)
+            for layer in self.cache.layers:
+                if hasattr(layer, "flush"):
+                    layer.flush()  # after an update attention does it, which is not called here
 
     def step(self) -> None:
         """Decode one token."""
