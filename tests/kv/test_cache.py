@@ -56,6 +56,18 @@ def test_tokens_are_the_same_from_a_file(kind: str, store: Path):
     assert list(store.iterdir()) == []
 
 
+@pytest.mark.parametrize("num_decoder_layers", [1, 3])
+def test_a_decoder_of_other_depth_than_its_encoder(num_decoder_layers: int):
+    config = make_model("t5").config
+    config.num_decoder_layers = num_decoder_layers
+    torch.manual_seed(0)
+    model, prompt = transformers.T5ForConditionalGeneration(config).eval(), make_prompt(90)
+    theirs = generate(model, prompt, 24, use_cache=False)  # the stock cache has no third layer
+    with make_cache(model) as cache:
+        assert_same(generate(model, prompt, 24, past_key_values=cache), theirs)
+        assert cache.report().num_layers == 2 * num_decoder_layers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_200_tokens_are_the_same_from_a_file(kind: str, store: Path):

@@ -345,6 +345,9 @@ def cache(
     check_supported(model)
     config = model.config.get_text_config(decoder=True)
     kinds, settings = get_layer_types_and_kwargs(config)
+    num_layers = getattr(config, "num_decoder_layers", None)
+    if num_layers is not None:  # T5 counts its encoder's in num_hidden_layers
+        kinds, settings = ["full_attention"] * num_layers, [{}] * num_layers
     unknown = sorted(set(kinds) - _FULL - _SLIDING - {"dummy"})
     if unknown:
         raise PenstockError(
