@@ -59,3 +59,16 @@ def test_a_small_budget_reads_its_blocks_only(model, name, options):
     num_read = report.num_hits + report.num_misses
     num_dense = all_of_it.num_hits + all_of_it.num_misses
     assert 0 < num_read < num_dense / 3
+
+
+@pytest.mark.parametrize("selector", ["nosa", "accumulated", "window"])
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+def test_after_a_reset_there_may_be_other_sequences(selector: str, first: int, then: int):
+    model, prompt = make_model("llama"), make_prompt(300, batch_size=then)
+    options = {"device_memory": "4MiB", "block_tokens": 16, "selector": selector}
+    with penstock.kv.cache(model, **options) as cache:
+        fresh = generate(model, prompt, 8, past_key_values=cache)
+    with penstock.kv.cache(model, **options) as cache:
+        generate(model, make_prompt(300, batch_size=first), 8, past_key_values=cache)
+        cache.reset()
+        assert_same(generate(model, prompt, 8, past_key_values=cache), fresh)

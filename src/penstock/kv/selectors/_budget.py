@@ -208,4 +208,6 @@ class BlockSummaries:
 
     def crop(self, num_blocks: int) -> None:
         """Forget all but the first blocks of all layers."""
+        if num_blocks == 0:  # what comes next may be another number of sequences
+            self._room.clear()
         self._count = {layer: min(count, num_blocks) for layer, count in self._count.items()}
