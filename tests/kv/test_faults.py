@@ -268,6 +268,7 @@ def test_errors_of_the_disk(what: str, at: int, store: Path, monkeypatch: pytest
     with make_cache(model, store) as cache:
         with monkeypatch.context() as patch:
             patch.setattr(_transfers, f"_p{what}v", fail)
+            patch.setattr(_transfers, "can_queue_reads", lambda: False)
             with pytest.raises((StoreReadError, StoreWriteError)):
                 generate(model, prompt, 8, past_key_values=cache)
         with pytest.raises((PenstockError, ValueError), match="reset"):
