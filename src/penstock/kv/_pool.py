@@ -26,12 +26,13 @@ from penstock.kv._report import PoolReport
 from penstock.kv._resident import ResidentLayer
 from penstock.kv._selector import name_of, resolve_selector
 from penstock.kv._tiers import PoolTiers
+from penstock.kv._uncopied import Uncopied
 from penstock.memory import FileStore, Ledger, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
 from penstock.units import parse_bytes
 
 
-class BlockPool:
+class BlockPool(Uncopied):
     """Keys and values in blocks, over a device tier with a hard budget and tiers below.
 
     Example:
@@ -252,9 +253,7 @@ class BlockPool:
         """
         if repeats < 1:
             raise ValueError(f"repeats must be at least 1; got {repeats}")
-        sizes = {
-            self.batch_size(layer) for layer in self._layers if layers is None or layer in layers
-        }
+        sizes = {self.batch_size(i) for i in self._layers if layers is None or i in layers}
         if len(sizes) == 1:
             self.reorder(torch.arange(sizes.pop()).repeat_interleave(repeats), layers)
 

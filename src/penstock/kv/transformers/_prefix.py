@@ -21,7 +21,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from penstock.errors import PenstockError
 from penstock.kv._prefix_file import PrefixFile
 
 # Entries of configurations that change no key and no value.
@@ -216,8 +215,7 @@ def watch_calls(model: PreTrainedModel) -> None:
         try:
             return inner(self, *args, **options)
         except BaseException as error:
-            is_ours = isinstance(error, PenstockError) or not isinstance(error, Exception)
-            if is_ours and cache.get_seq_length() != length:
+            if cache.get_seq_length() != length:
                 cache.pool.fail(error)
             raise
 
@@ -228,6 +226,12 @@ def watch_calls(model: PreTrainedModel) -> None:
 def _check_call(
     model: PreTrainedModel, cache: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
+    given: Any = options.get("generation_config") or model.generation_config
+    if options.get("use_cache", getattr(given, "use_cache", None)) is False:
+        raise ValueError(
+            "use_cache=False: every step would add all tokens to past_key_values again; leave one "
+            "of them out"
+        )
     mask = options.get("attention_mask")
     if model.config.is_encoder_decoder:
         own_mask = options.get("decoder_attention_mask")
