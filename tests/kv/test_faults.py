@@ -125,6 +125,27 @@ def test_interrupts_at_any_moment(what: str, store: Path):
     assert os.listdir(store) == []
 
 
+def test_a_forked_process_is_refused(store: Path):
+    model, prompt = make_model("llama"), make_prompt(200)
+    theirs = generate(model, prompt, 5)
+    with make_cache(model, store) as cache:
+        assert_same(generate(model, prompt, 5, past_key_values=cache), theirs)
+        process = os.fork()
+        if process == 0:  # no thread of the cache lives here
+            signal.alarm(20)
+            code = 1
+            for change in (lambda: cache.crop(-1), cache.reset, lambda: cache.save(store / "x")):
+                try:
+                    change()
+                except PenstockError as error:
+                    code += "fork" in str(error)
+            cache.close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 4
+        cache.reset()
+        assert_same(generate(model, prompt, 5, past_key_values=cache), theirs)
+
+
 def call_twice(model: Any, tokens: torch.Tensor, cache: Any) -> None:
     for _ in range(2):
         model(input_ids=tokens, past_key_values=cache)

@@ -94,6 +94,16 @@ def test_layers_without_keys():
         make_cache(transformers.Lfm2ForCausalLM(settings))
 
 
+def test_layers_of_cross_attention_among_the_others():
+    settings = transformers.MllamaConfig().text_config
+    sizes = {"vocab_size": 89, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    special = {f"{name}_token_id": 0 for name in ("bos", "eos", "pad")}
+    sizes = {**sizes, **special, "num_attention_heads": 2, "num_key_value_heads": 2}
+    settings = type(settings)(**sizes, cross_attention_layers=[1])
+    with pytest.raises(PenstockError, match=r"layers of the types \['cross_attention'\]"):
+        make_cache(transformers.MllamaForCausalLM(settings))
+
+
 def test_what_is_no_model():
     with pytest.raises(TypeError, match="PreTrainedModel"):
         make_cache(torch.nn.Linear(2, 2))

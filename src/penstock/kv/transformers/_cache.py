@@ -350,6 +350,8 @@ def cache(
     num_layers = getattr(config, "num_decoder_layers", None)
     if num_layers is not None:  # T5 counts its encoder's in num_hidden_layers
         kinds, settings = ["full_attention"] * num_layers, [{}] * num_layers
+    if getattr(config, "cross_attention_layers", None):  # among the others, as Mllama has them
+        kinds = [*kinds, "cross_attention"]
     unknown = sorted(set(kinds) - _FULL - _SLIDING - {"dummy"})
     if unknown:
         raise PenstockError(
