@@ -203,6 +203,21 @@ def test_steps_that_add_all_tokens_again():
         assert cache.get_seq_length() == 0
 
 
+def test_other_inputs_of_an_encoder_than_those_of_the_cache():
+    model, prompt = make_model("t5"), make_prompt(30, num_padding=3)
+    with make_cache(model) as cache:
+        ours = generate(model, prompt, 4, past_key_values=cache)
+        tokens = torch.cat([ours.sequences, ours.sequences[:, -1:]], 1)
+        more = {"decoder_input_ids": tokens, "decoder_attention_mask": torch.ones_like(tokens)}
+        other = {**prompt, **more, "input_ids": prompt["input_ids"].flip(1)}
+        with pytest.raises(ValueError, match=r"other input_ids.*reset\(\)"):
+            generate(model, other, 4, past_key_values=cache)
+        theirs = generate(model, {**prompt, **more}, 4)
+        assert_same(generate(model, {**prompt, **more}, 4, past_key_values=cache), theirs)
+        cache.reset()
+        assert_same(generate(model, other, 4, past_key_values=cache), generate(model, other, 4))
+
+
 def test_other_sequences_and_dtypes_than_those_of_the_cache():
     model, tokens = make_model("llama"), make_prompt(20)["input_ids"]
     with make_cache(model) as cache, torch.no_grad():

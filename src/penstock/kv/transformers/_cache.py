@@ -219,6 +219,7 @@ class PooledEncoderDecoderCache(Uncopied, EncoderDecoderCache):
         self.pool = own.pool
         self._own = own
         self._cross = cross
+        self._encoder_inputs: tuple[str, list[Any] | None] = "", None
 
     @property
     def prefix_tokens(self) -> torch.Tensor | None:
@@ -266,6 +267,25 @@ class PooledEncoderDecoderCache(Uncopied, EncoderDecoderCache):
         if self._cross.prefix_attention_mask is not None:
             check_mask(self._cross.prefix_attention_mask, attention_mask)
 
+    def check_encoder_inputs(self, name: str, described: list[Any] | None) -> None:
+        """Raise an error if a call's encoder reads other than that of the call before.
+
+        Args:
+            name: Argument that it reads.
+            described: Dtype, shape and checksum of it; None: not known.
+
+        Raises:
+            ValueError: The keys that the cache holds are of another input of that name.
+        """
+        before, self._encoder_inputs = self._encoder_inputs, (name, described)
+        is_same = before[0] != name or None in (before[1], described) or before[1] == described
+        if self._cross.get_seq_length() and not is_same:
+            self._encoder_inputs = before
+            raise ValueError(
+                f"the cache holds the encoder's keys of other {name} than this call's; pass the "
+                "same again, or reset() the cache"
+            )
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of the decoder."""
         self.self_attention_cache.crop(tokens_to_remove)
@@ -274,11 +294,13 @@ class PooledEncoderDecoderCache(Uncopied, EncoderDecoderCache):
         """Make every sequence `repeats` sequences, one after the other."""
         self.self_attention_cache.batch_repeat_interleave(repeats)
         self.cross_attention_cache.batch_repeat_interleave(repeats)
+        self._encoder_inputs = "", None
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences `indices`, numbers or a bool mask."""
         self.self_attention_cache.batch_select_indices(indices)
         self.cross_attention_cache.batch_select_indices(indices)
+        self._encoder_inputs = "", None
 
     def report(self) -> PoolReport:
         """Return bytes per tier and counts so far."""

@@ -43,6 +43,15 @@ _WITHOUT_EFFECT = {
     "use_cache",
 }
 
+_ENCODER_INPUTS = (
+    "inputs",
+    "input_ids",
+    "input_features",
+    "input_values",
+    "pixel_values",
+    "inputs_embeds",
+)
+
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Return all that keys and values depend on beside the tokens, as JSON has it.
@@ -236,10 +245,25 @@ def _check_call(
     if model.config.is_encoder_decoder:
         own_mask = options.get("decoder_attention_mask")
         cache.check_prompt(options.get("decoder_input_ids"), mask, own_mask)
+        cache.check_encoder_inputs(*_describe_encoder_inputs(args, options))
     elif options.get("inputs_embeds") is None:
         cache.check_prompt(
             options.get("input_ids", args[0] if args else options.get("inputs")), mask
         )
+
+
+def _describe_encoder_inputs(
+    args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[str, list[Any] | None]:
+    """Return name, and dtype, shape and CRC-32, of what an encoder reads in a call; or None."""
+    outputs = options.get("encoder_outputs")
+    named = {"encoder_outputs": None if outputs is None else outputs[0]}
+    named |= {name: options.get(name) for name in _ENCODER_INPUTS}
+    named |= {"inputs": args[0]} if args else {}
+    for name, given in named.items():
+        if isinstance(given, torch.Tensor):
+            return name, _describe_tensor(given)
+    return "", None
 
 
 def unwatch_calls(model: torch.nn.Module) -> None:
