@@ -266,11 +266,12 @@ def _attend_many(
             keys, values = state.layout.split(state.tail)
             first = state.num_blocks * pool.block_tokens
             skipped = max(0, first_token - first)
-            some = slice(skipped, state.num_tail)
-            part = attend(
-                query, keys[:, :, some], values[:, :, some], rule, visibility, first + skipped
-            )
-            whole = [merge([*whole, part])]
+            if skipped < state.num_tail:
+                some = slice(skipped, state.num_tail)
+                part = attend(
+                    query, keys[:, :, some], values[:, :, some], rule, visibility, first + skipped
+                )
+                whole = [merge([*whole, part])]
     if fresh is not None:
         whole = [merge([*whole, attend(query, *fresh, rule, visibility, num_tokens)])]
     return whole[0] if whole else None
