@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from penstock.attention._layout import Layout
 from penstock.attention._paths import kernels_for
-from penstock.attention._torch import sum_dtype
+from penstock.attention._torch import empty_gradient, sum_dtype
 
 
 @torch.library.custom_op("penstock::blocksparse_forward", mutates_args=())
@@ -61,7 +61,7 @@ def _(q, k, v, bias, arrays, block, scale):
 
 @blocksparse_backward.register_fake
 def _(dout, q, k, v, out, lse, bias, arrays, block, scale):
-    grads = [torch.empty_like(each) for each in (q, k, v)]
+    grads = [empty_gradient(each) for each in (q, k, v)]
     return grads if bias is None else [*grads, bias.new_empty(bias.shape)]
 
 

@@ -66,10 +66,11 @@ def backward(
     contiguous; it is None where there is no bias.
     """
     dtype = sum_dtype(q)
-    dq, dk, dv = (torch.zeros_like(each, dtype=dtype) for each in (q, k, v))
+    dq, dk, dv = (empty_gradient(each, dtype).zero_() for each in (q, k, v))
     dbias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=q.device)
     # delta_i = sum_j P_ij dP_ij = dO_i . O_i;  dS = P (dP - delta), where dP = dO V'
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of queries that see nothing
     for head, rows, keys, visible in _rows_of(q, k, layout):
         kv_head = head * k.shape[1] // q.shape[1]
         of_q, of_k, of_v, of_bias = _gather(q, k, v, bias, head, kv_head, rows, keys)
@@ -98,10 +99,19 @@ def attend(
         of_q, of_k, of_v, of_bias = _gather(q, k, v, bias, head, kv_head, rows, keys)
         scores = _score(of_q, of_k, of_bias, scale)
         # A row without keys has scores of 0, and then no weights: no NaN has a gradient.
-        has_keys = visible.any(-1, keepdim=True)
-        weights = scores.masked_fill(~visible & has_keys, -torch.inf).softmax(-1)
-        by_head[head].append(weights.masked_fill(~visible, 0.0) @ of_v)
+        hidden = ~visible | (scores == -torch.inf)
+        has_keys = ~hidden.all(-1, keepdim=True)
+        weights = scores.masked_fill(hidden, 0.0)
+        weights = weights.masked_fill(hidden & has_keys, -torch.inf).softmax(-1)
+        by_head[head].append(weights.masked_fill(hidden, 0.0) @ of_v)
     return torch.stack([torch.cat(each, 1) for each in by_head], 1).to(q.dtype)
+
+
+def empty_gradient(operand: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return memory for a gradient, with rows that lie together and else in the operand's order."""
+    if operand.stride(-1) == 1:
+        return torch.empty_like(operand, dtype=dtype)
+    return torch.empty_like(operand, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def sum_dtype(q: Tensor) -> torch.dtype:

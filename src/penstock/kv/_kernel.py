@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.codegen import THREADS, load_optional_library
+from penstock.codegen import THREADS, VECTORS, load_optional_library
 from penstock.kv._partial import merge
 from penstock.memory.raw_memory import copy_bytes
 
@@ -383,7 +383,7 @@ def _read_records(
 def _library() -> ctypes.CDLL | None:
     return load_optional_library(
         "kv_attention",
-        [THREADS, Path(__file__).with_name("attention.cpp")],
+        [THREADS, VECTORS, Path(__file__).with_name("attention.cpp")],
         flags=("-O3", "-march=native"),
         functions={
             "penstock_attend_records": (ctypes.c_int, [ctypes.c_char_p]),
