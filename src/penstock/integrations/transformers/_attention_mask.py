@@ -194,7 +194,6 @@ def _document_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
     is_first = torch.ones_like(documents, dtype=torch.bool)
     is_first[:, 1:] = documents.diff(dim=1) != 0
     starts = torch.where(is_first, token, 0).cummax(1).values
-    is_last = is_first.roll(-1, 1)
-    is_last[:, -1] = True
+    is_last = is_first.roll(-1, 1)  # the last token of all precedes the first one
     ends = torch.where(is_last, token + 1, documents.shape[1]).flip(1).cummin(1).values.flip(1)
     return starts, ends
