@@ -105,7 +105,7 @@ def layout_rows(
     """Yield a row for each arm of a case."""
     layout = make_layout(case.pattern, case.num_tokens).to(device)
     *given, dout = draw_operands(case, device)
-    q, k, v = given
+    q, k, v = [each.detach() for each in given] if is_forward else given
     names = (OURS, MASKED, FLEX) if is_forward else case.arms
     run = run_forward if is_forward else run_step
     arms = {

@@ -86,7 +86,7 @@ def test_every_dtype_and_block(dtype: torch.dtype, block: int, sweeps: bool):
     assert found[-1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     patterns(),
     st.sampled_from([1, 2, 4]),

@@ -33,4 +33,4 @@ __all__ = [
 THREADS = Path(__file__).with_name("threads.cpp")
 """C++ source of `parallel`, which works with torch's threads: the first one of a library's."""
 VECTORS = Path(__file__).with_name("vectors.cpp")
-"""C++ source of vectors of the processor's widest registers: after `THREADS`, where it is used."""
+"""C++ source of vectors of floats and functions of them; it comes before what uses it."""

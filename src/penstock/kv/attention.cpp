@@ -63,60 +63,6 @@ inline int64_t place_of(int64_t element) {
   return std::is_same_v<Element, Brain> ? element % 2 * kLanes + element / 2 : element;
 }
 
-// Return the vector of left's and right's lanes that `index` names; right's begin at kLanes.
-template <int Half, bool IsFar, size_t... Lane>
-inline Vector pick(Vector left, Vector right, std::index_sequence<Lane...>) {
-  constexpr int kFar = IsFar ? Half : 0;
-#ifdef __clang__
-  return __builtin_shufflevector(left, right, (Lane / Half * 2 * Half + Lane % Half + kFar)...);
-#else
-  const Bits from = {static_cast<int32_t>(Lane / Half * 2 * Half + Lane % Half + kFar)...};
-  return __builtin_shuffle(left, right, from);
-#endif
-}
-
-using AllLanes = std::make_index_sequence<kLanes>;
-
-// Add up the lanes of each of `Count` vectors: the sums are the lanes of the first vectors.
-template <int Count, int Half = kLanes / 2>
-inline void add_lanes(Vector* sums) {
-  UNROLLED for (int i = 0; i < Count / 2; ++i) {
-    const Vector left = sums[2 * i], right = sums[2 * i + 1];
-    sums[i] =
-        pick<Half, false>(left, right, AllLanes()) + pick<Half, true>(left, right, AllLanes());
-  }
-  if constexpr (Half > 1) add_lanes<Count / 2, Half / 2>(sums);
-}
-
-template <int Half = kLanes / 2>
-inline float sum_lanes(Vector value) {
-  value = pick<Half, false>(value, value, AllLanes()) + pick<Half, true>(value, value, AllLanes());
-  if constexpr (Half > 1) return sum_lanes<Half / 2>(value);
-  return value[0];
-}
-
-template <int Half = kLanes / 2>
-inline float max_lanes(Vector value) {
-  value = larger(pick<Half, false>(value, value, AllLanes()),
-                 pick<Half, true>(value, value, AllLanes()));
-  if constexpr (Half > 1) return max_lanes<Half / 2>(value);
-  return value[0];
-}
-
-// Return tanh(x): near 0 as x + x^3 P(x^2), so that it keeps its relative precision.
-inline Vector tanh_of(Vector x) {
-  const Vector size = x < 0.0f ? -x : x, square = x * x;
-  Vector p = square * 0.00229582f - 0.00834696f;
-  p = p * square + 0.02176995f;
-  p = p * square - 0.0539594f;
-  p = p * square + 0.13333304f;
-  p = p * square - 0.33333333f;
-  const Vector near = size + size * (square * p);
-  const Vector e = exp_of(-2.0f * size);
-  const Vector value = size < 0.625f ? near : (1.0f - e) / (1.0f + e);
-  return x < 0.0f ? -value : value;
-}
-
 // Records of a task, as one row of bytes to fetch ahead.
 struct Ahead {
   const char* now;
