@@ -1,9 +1,12 @@
-// Vectors of floats, as wide as the processor's registers, and functions of them; a part, after the
-// threads, of every library with such arithmetic.
+// Vectors of floats, as wide as the processor's registers, functions of them, and numbers of 16 bits
+// as floats; a part, after the threads, of every library with such arithmetic.
 
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#if defined(__AVX512BW__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #define UNROLLED _Pragma("GCC unroll 16")
 
@@ -17,14 +20,14 @@ constexpr int64_t kLanes = 8;
 typedef float Vector __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t Bits __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
-inline Vector load(const float* from) {
-  Vector value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
+constexpr int64_t kPair = 2 * kLanes;  // elements that are loaded together
 
-inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof value); }
+// By the vector's own type: compilers that prefer half a register would copy bytes in two halves.
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+
+inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
 
 inline Vector splat(float value) { return value - Vector{}; }
 
@@ -105,4 +108,82 @@ inline Vector tanh_of(Vector x) {
   return x < 0.0f ? -value : value;
 }
 
+struct Half { uint16_t bits; };
+struct Brain { uint16_t bits; };
+
+inline int64_t divide_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
+
+// kPair elements as two vectors, in the order that is cheapest to make: `place_of` says which.
+struct Pair {
+  Vector near, far;
+};
+
+inline Pair load_pair(const float* from) { return {load(from), load(from + kLanes)}; }
+
+inline Pair split_brains(Words words) {
+  return {as_vector(words << 16), as_vector(words & 0xffff0000u)};
+}
+
+inline Pair load_pair(const Brain* from) {
+  typedef uint32_t Loose __attribute__((vector_size(kLanes * 4), aligned(2), may_alias));
+  return split_brains(*reinterpret_cast<const Loose*>(from));
+}
+
+#if defined(__AVX512F__)
+inline Pair widen_halves(__m512i words) {
+  return {reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm512_castsi512_si256(words))),
+          reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1)))};
+}
+inline Pair load_pair(const Half* from) { return widen_halves(_mm512_loadu_si512(from)); }
+#elif defined(__F16C__)
+inline Pair load_pair(const Half* from) {
+  const auto* words = reinterpret_cast<const __m128i*>(from);
+  return {reinterpret_cast<Vector>(_mm256_cvtph_ps(_mm_loadu_si128(words))),
+          reinterpret_cast<Vector>(_mm256_cvtph_ps(_mm_loadu_si128(words + 1)))};
+}
+#else
+inline Vector widen_halves(const Half* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const Words words = __builtin_convertvector(halves, Words);
+  // The exponent is 5 bits at 10, and becomes 8 bits at 23: 2^112 moves its bias from 15 to 127.
+  const Words magnitude = reinterpret_cast<Words>(as_vector((words & 0x7fffu) << 13) * 0x1p112f);
+  const Words is_special = reinterpret_cast<Words>((words & 0x7c00u) == 0x7c00u);
+  return as_vector(magnitude | (is_special & 0x7f800000u) | ((words & 0x8000u) << 16));
+}
+inline Pair load_pair(const Half* from) {
+  return {widen_halves(from), widen_halves(from + kLanes)};
+}
+#endif
+
+// Return fewer elements than kPair, and zeros.
+template <class Element>
+inline Pair load_some(const Element* from, int64_t count) {
+  Element filled[kPair] = {};
+  std::memcpy(filled, from, count * sizeof(Element));
+  return load_pair(filled);
+}
+
+#if defined(__AVX512BW__)
+inline Pair load_some(const float* from, int64_t count) {
+  const uint32_t mask = (1u << count) - 1;
+  return {reinterpret_cast<Vector>(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from)),
+          reinterpret_cast<Vector>(
+              _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), from + kLanes))};
+}
+inline Pair load_some(const Brain* from, int64_t count) {
+  const __m512i words = _mm512_maskz_loadu_epi16((1u << count) - 1, from);
+  return split_brains(reinterpret_cast<Words>(words));
+}
+inline Pair load_some(const Half* from, int64_t count) {
+  return widen_halves(_mm512_maskz_loadu_epi16((1u << count) - 1, from));
+}
+#endif
+
+template <bool IsWhole, class Element>
+inline Pair load_elements(const Element* from, int64_t count) {
+  return IsWhole ? load_pair(from) : load_some(from, count);
+}
+
 }  // namespace
+
