@@ -187,13 +187,17 @@ class RecordResidency:
             return np.empty(0, dtype=np.int64)
         total = len(self._record)
         num_seen = min(total, max(_LEAST_SAMPLE, _SAMPLE_PER_VICTIM * len(worth)))
-        slots = (self._hand + np.arange(num_seen)) % max(total, 1)
+        slots = self._hand + np.arange(num_seen)
+        slots[slots >= total] -= total
         self._hand = (self._hand + num_seen) % max(total, 1)
         records = self._record[slots]
         is_open = (records >= 0) & (self._num_pins[records] == 0)
         slots, records = slots[is_open], records[is_open]
         loss = self._worth(records)
-        order = np.argsort(loss, kind="stable")[: len(worth)]
+        order = np.arange(len(loss))
+        if len(worth) < len(loss):
+            order = np.argpartition(loss, len(worth))[: len(worth)]
+        order = order[np.argsort(loss[order], kind="stable")]
         # Best candidate against worst resident, and so on: the gain falls along the pairs.
         return slots[order[worth[: len(order)] > loss[order] * (1 + 1e-6)]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
@@ -60,13 +60,17 @@ class ReuseModel:
     """
 
     def __init__(self, half_life: float, num_records: int = 0) -> None:
-        self._half_lives = np.array([half_life, max(1.0, _SHORT_SHARE * half_life)])
+        ages = np.arange(len(_CLASS_OF_AGE) + 1)
+        self._long_decay = 0.5 ** (ages / half_life)
+        self._short_decay = 0.5 ** (ages / max(1.0, _SHORT_SHARE * half_life))
+        self._weight = 0.5 ** (0.25 * ages / half_life)  # of a touch that ended a life so long
         self._now = 0  # in calls
         self._step_start = 1
         self._num_steps = 0
         self._mean_calls = 1.0  # of a step
         self._last = np.full(num_records, -1, dtype=np.int64)  # call of the last touch
-        self._frequency = np.zeros((2, num_records))  # long and short, as of the last touch
+        self._long = np.zeros(num_records)  # frequency as of the last touch
+        self._short = np.zeros(num_records)
         self._class = np.zeros(num_records, dtype=np.int64)
         shape = (_LONG_CLASSES * _SHORT_CLASSES, len(_EDGES))
         self._touched = np.zeros(shape)  # reuses by class and age, decayed
@@ -78,30 +82,28 @@ class ReuseModel:
         """Make room for records 0 to `num_records` - 1."""
         extra = num_records - len(self._last)
         self._last = np.pad(self._last, (0, extra), constant_values=-1)
-        self._frequency = np.pad(self._frequency, ((0, 0), (0, extra)))
+        self._long = np.pad(self._long, (0, extra))
+        self._short = np.pad(self._short, (0, extra))
         self._class = np.pad(self._class, (0, extra))
 
     def touch(self, ids: Ids) -> None:
         """Begin a call that uses the records `ids`, int64 `(k,)`, distinct."""
         self._now += 1
         last = self._last[ids]
-        is_known = last >= 0
         begins_step = last.max(initial=-1) >= self._step_start
         if begins_step:
             self._begin_step()
         period = self._calls_per_step
-        known = ids[is_known]
-        age = np.maximum((self._now - last[is_known] + period // 2) // period, 1)
+        age = np.clip((self._now - last + period // 2) // period, 1, len(_CLASS_OF_AGE))
         # A touch weighs what it would weigh now if it had been counted when its life began.
-        cells = self._class[known] * len(_EDGES) + _age_class(age)
-        added = np.bincount(cells, self._weight(age), self._touched.size)
+        cells = self._class[ids] * len(_EDGES) + _age_class(age)
+        added = np.bincount(cells, self._weight[age] * (last >= 0), self._touched.size)
         self._touched += added.reshape(self._touched.shape)
-        self._frequency[:, known] *= 0.5 ** (age / self._half_lives[:, None])
-        self._frequency[:, ids] += 1
-        octaves = np.log2(self._frequency[:, ids])
-        long = np.minimum(2 * octaves[0], _LONG_CLASSES - 1).astype(np.int64)
-        short = np.minimum(octaves[1], _SHORT_CLASSES - 1).astype(np.int64)
-        self._class[ids] = long * _SHORT_CLASSES + short
+        self._long[ids] = long = self._long[ids] * self._long_decay[age] + 1
+        self._short[ids] = short = self._short[ids] * self._short_decay[age] + 1
+        long_class = np.minimum(2 * np.log2(long), _LONG_CLASSES - 1).astype(np.int64)
+        short_class = np.minimum(np.log2(short), _SHORT_CLASSES - 1).astype(np.int64)
+        self._class[ids] = long_class * _SHORT_CLASSES + short_class
         self._last[ids] = self._now
         self._num_since_fit += len(ids)
         if begins_step and self._is_fit_due():
@@ -110,7 +112,7 @@ class ReuseModel:
     def forget(self, ids: Ids) -> None:
         """Treat `ids` as records that were never touched."""
         self._last[ids] = -1
-        self._frequency[:, ids] = 0
+        self._long[ids] = self._short[ids] = 0
         self._class[ids] = 0
 
     def rate(self, ids: Ids) -> NDArray[np.float64]:
@@ -131,10 +133,7 @@ class ReuseModel:
         num_calls = self._now - self._step_start
         self._mean_calls += (num_calls - self._mean_calls) / min(self._num_steps, 8)
         self._step_start = self._now
-        self._touched *= self._weight(1)
-
-    def _weight(self, age: ArrayLike) -> NDArray[np.float64]:
-        return np.asarray(0.5 ** (0.25 * np.asarray(age) / self._half_lives[0]))
+        self._touched *= self._weight[1]
 
     def _is_fit_due(self) -> bool:
         is_early = self._num_steps & (self._num_steps - 1) == 0
@@ -158,10 +157,13 @@ class ReuseModel:
 
     def _chances(self) -> NDArray[np.float64]:
         """Return the chance of a touch in each age class, of a record that reaches it."""
-        age = np.where(self._last >= 0, (self._now - self._last) // self._calls_per_step, 0)
-        waiting = np.flatnonzero(age)
-        cell = self._class[waiting] * len(_EDGES) + _age_class(age[waiting])
-        censored = np.bincount(cell, self._weight(age[waiting]), self._touched.size)
+        waiting = np.flatnonzero(
+            (self._last >= 0) & (self._last <= self._now - self._calls_per_step)
+        )
+        age = (self._now - self._last[waiting]) // self._calls_per_step
+        age = np.minimum(age, len(_CLASS_OF_AGE))
+        cell = self._class[waiting] * len(_EDGES) + _age_class(age)
+        censored = np.bincount(cell, self._weight[age], self._touched.size)
         shape = (_LONG_CLASSES, _SHORT_CLASSES, len(_EDGES))
         touched, censored = self._touched.reshape(shape), censored.reshape(shape)
         # At risk in an age class: what lives to its beginning, censored lives to its middle.
