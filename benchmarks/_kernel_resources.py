@@ -50,6 +50,7 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
         target: A key of `TARGETS`.
     """
     import triton
+    from triton._utils import find_paths_if, get_iterable_path
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.runtime.jit import create_function_from_signature
@@ -62,13 +63,11 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
     bound, specialized, options = bind(*launch.arguments, **launch.constants, **options)
     # As triton.runtime.jit.JITFunction.run has it.
     signature = {name: kind for name, (kind, _) in zip(bound, specialized, strict=False)}
-    names = list(signature)
-    constants = {(names.index(n),): bound[n] for n in names if signature[n] == "constexpr"}
-    attributes = {
-        (at,): backend.parse_attr(attribute)
-        for at, (_, attribute) in enumerate(specialized[: len(names)])
-        if isinstance(attribute, str)
-    }
+    values, hints = list(bound.values()), [hint for _, hint in specialized[: len(signature)]]
+    constants = find_paths_if(list(signature.values()), lambda _, kind: kind == "constexpr")
+    constants = {path: get_iterable_path(values, path) for path in constants}
+    attributes = find_paths_if(hints, lambda _, hint: isinstance(hint, str))
+    attributes = {path: backend.parse_attr(get_iterable_path(hints, path)) for path in attributes}
     source = ASTSource(kernel, signature, constants, attributes)
     start = time.perf_counter()
     compiled = triton.compile(source, target=gpu, options=options)

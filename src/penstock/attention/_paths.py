@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ class Path(NamedTuple):
     """The implementation of a call.
 
     Attributes:
-        name: "SDPA", "C++" or "torch".
+        name: "SDPA", "C++", "Triton" or "torch".
         reason: Why it is taken.
     """
 
@@ -26,18 +28,28 @@ class Path(NamedTuple):
 
 def choose_path(q: Tensor, k: Tensor, layout: Layout, bias: Tensor | None) -> Path:
     """Return the path that `blocksparse` takes for these operands."""
-    kernels = kernels_for(q)
+    name = name_kernels(q)
     if bias is None and layout.pattern == "dense":
         return Path("SDPA", "every query sees every key")
     if bias is None and layout.pattern == "causal":
-        if kernels is _torch:
+        if name == "Triton":
+            return Path("SDPA", "it is causal, which SDPA has kernels for on a GPU")
+        if name == "torch":
             return Path("SDPA", f"it is causal, and there is no kernel of ours for {q.device}")
         if not _native.does_sweep(k.shape[0] * k.shape[1], _num_threads()):
             return Path("SDPA", "it is causal, and there are fewer KV heads than threads")
-    if kernels is _native:
-        return Path("C++", "blocks on the CPU")
-    reason = "no compiler could be used" if q.device.type == "cpu" else "its device has no kernel"
-    return Path("torch", reason)
+    return Path(name, _explain(name, q))
+
+
+def _explain(name: str, q: Tensor) -> str:
+    """Return the reason for kernels."""
+    if name == "torch" and q.device.type == "cpu":
+        return "no compiler could be used"
+    if name == "torch" and q.device.type == "cuda":
+        is_double = q.dtype == torch.float64
+        return "its GPU has no kernel of float64" if is_double else "Triton is not installed"
+    reasons = {"C++": "blocks on the CPU", "Triton": "blocks on a GPU"}
+    return reasons.get(name, "its device has no kernel")
 
 
 @torch.compiler.assume_constant_result
@@ -45,6 +57,25 @@ def _num_threads() -> int:
     return torch.get_num_threads()
 
 
+@torch.compiler.assume_constant_result
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def name_kernels(q: Tensor) -> str:
+    """Return "C++", "Triton" or "torch": what computes blocks of the dtype and device of q."""
+    if q.device.type == "cpu":
+        return "C++" if _native.is_available() else "torch"
+    has_kernels = q.device.type == "cuda" and q.dtype != torch.float64 and _has_triton()
+    return "Triton" if has_kernels else "torch"
+
+
 def kernels_for(q: Tensor) -> ModuleType:
-    """Return the module whose `forward` and `backward` compute calls on the device of q."""
-    return _native if q.device.type == "cpu" and _native.is_available() else _torch
+    """Return the module whose `forward` and `backward` compute calls of the dtype and device of q.
+
+    Triton is imported by the first call on a GPU.
+    """
+    name = name_kernels(q)
+    if name == "Triton":
+        return import_module("penstock.attention.triton")
+    return _native if name == "C++" else _torch

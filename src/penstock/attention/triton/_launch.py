@@ -1,0 +1,308 @@
+"""Tiles of the kernels, chosen from shapes alone, and their launches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from penstock.attention._csr import Ranges
+from penstock.attention._layout import Layout
+from penstock.attention._torch import empty_gradient
+from penstock.attention.triton import _kernels
+
+_LEAST_WIDTH = 16  # of a matrix that tensor cores multiply
+
+
+class TokenRows(NamedTuple):
+    """A tensor `(batch, heads, tokens, ...)`, with strides in elements; the rest lies together."""
+
+    pointer: Tensor
+    batch: int
+    head: int
+    token: int
+
+
+class BlockList(NamedTuple):
+    """The blocks that are listed for each block of tokens, as in `Layout`."""
+
+    offsets: Tensor
+    blocks: Tensor
+    is_partial: Tensor
+
+
+class QueryTerms(NamedTuple):
+    """Numbers by query, `(batch, heads, queries of whole blocks)`, that one kernel hands another.
+
+    Attributes:
+        shift: Log-sum-exp times log2(e), which is subtracted from scores; infinity where there is
+            no key.
+        delta: Sum of weights' gradients, which is subtracted from each.
+    """
+
+    shift: Tensor
+    delta: Tensor
+
+
+class Sizes(NamedTuple):
+    """Constants of a kernel; each is a `tl.constexpr`.
+
+    Attributes:
+        queries: Tokens of a tile of queries, which divide a block.
+        keys: Tokens of a tile of keys, which divide a block.
+        block: Tokens of a block.
+        dim: Elements of a query and a key.
+        value_dim: Elements of a value.
+        width: The power of two, at least 16, that holds `dim`.
+        value_width: The same of `value_dim`.
+        heads: Query heads.
+        group: Query heads that share a KV head.
+        layout_heads: Heads of the layout.
+        has_bias: Whether there is a bias.
+        precision: Of products, "ieee" or "tf32".
+    """
+
+    queries: Any
+    keys: Any
+    block: Any
+    dim: Any
+    value_dim: Any
+    width: Any
+    value_width: Any
+    heads: Any
+    group: Any
+    layout_heads: Any
+    has_bias: Any
+    precision: Any
+
+
+class BlockTile(NamedTuple):
+    """Tokens of the tiles of a kernel, its warps, and its tiles on their way, on AMD in registers.
+
+    There one is as many as there is room for.
+    """
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+_LEAST_TILE = BlockTile(16, 16, 4, 1)
+_QUERY_TILES = {
+    2: {64: BlockTile(64, 64, 4, 3), 128: BlockTile(64, 64, 4, 3), 256: BlockTile(64, 32, 4, 2)},
+    4: {64: BlockTile(32, 32, 4, 2), 128: BlockTile(32, 32, 4, 2), 256: BlockTile(16, 16, 4, 2)},
+}
+"""Of kernels over queries, by bytes of an element and by elements of a row, up to so many. Float32
+is multiplied in registers on sm_90, so its tiles are smaller."""
+_KEY_TILES = {
+    2: {64: BlockTile(64, 64, 4, 2), 128: BlockTile(32, 64, 4, 2), 256: BlockTile(16, 32, 8, 2)},
+    4: {64: BlockTile(32, 32, 4, 2), 128: BlockTile(16, 32, 4, 2), 256: BlockTile(16, 16, 4, 2)},
+}
+"""Of the kernel over keys, which has two sums."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class BlockLaunch:
+    """One launch of a kernel."""
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: tuple[Any, ...]
+    num_warps: int
+    num_stages: int
+    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __call__(self) -> None:
+        """Launch the kernel, unless there is nothing to do."""
+        if 0 not in self.grid:
+            options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+            self.kernel[self.grid](*self.arguments, **self.constants, **options)
+
+
+Run = Callable[[BlockLaunch], None]
+"""Takes each launch, in order; `launch` runs it."""
+
+
+def launch(each: BlockLaunch) -> None:
+    """Launch a kernel."""
+    each()
+
+
+def choose_tile(kernel: Any, q: Tensor, v: Tensor, block: int) -> BlockTile:
+    """Choose tiles such that no kernel spills registers on sm_90 or gfx942 up to 256 elements.
+
+    Nothing depends on the device or the batch, so a sequence has the same bits on its own.
+    """
+    of_kernel = _KEY_TILES if kernel is _kernels.differentiate_keys else _QUERY_TILES
+    width = max(ceil_power(q.shape[3]), ceil_power(v.shape[3]), min(_QUERY_TILES[2]))
+    is_masked = (ceil_power(q.shape[3]), ceil_power(v.shape[3])) != (q.shape[3], v.shape[3])
+    if of_kernel is _KEY_TILES and is_masked and width < 256:
+        width *= 2  # masks of elements take registers
+    tile = of_kernel[q.element_size()].get(width, _LEAST_TILE)
+    queries, keys = min(block, tile.queries), min(block, tile.keys)
+    num_warps = tile.num_warps if keys == tile.keys else 4
+    return BlockTile(queries, keys, num_warps, 1 if torch.version.hip else tile.num_stages)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    run: Run = launch,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention and the log-sum-exp of its scores, as `_torch.forward` does.
+
+    Args:
+        q: As there, like all others; float16, bfloat16 or float32.
+        k: Keys.
+        v: Values.
+        layout: The blocks. Lists that lead out of the operands are not noticed.
+        bias: The bias, float32.
+        scale: Factor of the products.
+        run: Takes the launch.
+    """
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    read = (*(_operand(each) for each in (q, k, v)), _bias_operand(bias, q))
+    with _use_device(q.device):
+        kernel = _kernels.attend_queries
+        run(_over_queries(kernel, (*read, _operand(out), lse), q, k, v, layout, bias, scale))
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: Layout,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    run: Run = launch,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v and the bias, as `_torch.backward` does.
+
+    `run` takes the two launches; all else is as `forward` got it or gave it.
+    """
+    dq, dk, dv = (empty_gradient(each) for each in (q, k, v))
+    dbias = None if bias is None else torch.empty(bias.shape, dtype=torch.float32, device=q.device)
+    padded = layout.num_query_blocks * layout.block
+    terms = QueryTerms(*lse.new_empty(2, *lse.shape[:2], padded))
+    read = (*(_operand(each) for each in (q, k, v)), _bias_operand(bias, q), _operand(dout))
+    of_queries = (*read, _operand(out), lse, terms, _operand(dq))
+    of_keys = (*read, terms, _operand(dk), _operand(dv), lse if dbias is None else dbias)
+    call = (q, k, v, layout, bias, scale)
+    with _use_device(q.device):
+        run(_over_queries(_kernels.differentiate_queries, of_queries, *call))
+        run(_over_keys(of_keys, *call))
+    return dq, dk, dv, dbias
+
+
+def _over_queries(
+    kernel: Any,
+    operands: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    bias: Tensor | None,
+    scale: float,
+) -> BlockLaunch:
+    """Return the launch of a kernel whose programs have a tile of queries each."""
+    tile = choose_tile(kernel, q, v, layout.block)
+    lists = BlockList(layout.row_offsets, layout.key_blocks, layout.is_partial)
+    rest = (lists, _ranges(layout), q.shape[2], k.shape[2], float(scale))
+    return BlockLaunch(
+        kernel=kernel,
+        grid=(q.shape[0] * q.shape[1] * layout.num_query_blocks * (layout.block // tile.queries),),
+        arguments=(*operands, *rest, _sizes(tile, q, k, v, layout, bias)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _over_keys(
+    operands: tuple[Any, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    bias: Tensor | None,
+    scale: float,
+) -> BlockLaunch:
+    """Return the launch of the kernel whose programs have a tile of keys each."""
+    tile = choose_tile(_kernels.differentiate_keys, q, v, layout.block)
+    lists = BlockList(layout.column_offsets, layout.query_blocks, layout.is_partial_of_column)
+    rest = (lists, _ranges(layout), q.shape[2], k.shape[2], float(scale))
+    return BlockLaunch(
+        kernel=_kernels.differentiate_keys,
+        grid=(k.shape[0] * k.shape[1] * layout.num_key_blocks * (layout.block // tile.keys),),
+        arguments=(*operands, *rest, _sizes(tile, q, k, v, layout, bias)),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _sizes(
+    tile: BlockTile, q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None
+) -> Sizes:
+    dim, value_dim = q.shape[3], v.shape[3]
+    # Float32 is multiplied as `torch.backends.cuda.matmul` says.
+    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    values = Sizes(
+        queries=tile.queries,
+        keys=tile.keys,
+        block=layout.block,
+        dim=dim,
+        value_dim=value_dim,
+        width=ceil_power(dim),
+        value_width=ceil_power(value_dim),
+        heads=q.shape[1],
+        group=q.shape[1] // k.shape[1],
+        layout_heads=layout.num_heads,
+        has_bias=bias is not None,
+        precision="tf32" if is_tf32 else "ieee",
+    )
+    return Sizes(*(tl.constexpr(each) for each in values))
+
+
+def _ranges(layout: Layout) -> Ranges:
+    return Ranges(layout.first_key, layout.end_key, layout.end_query)
+
+
+def _operand(tensor: Tensor) -> TokenRows:
+    """Return a tensor with its strides, copied where the last dimension does not lie together."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        tensor = tensor.contiguous()
+    return TokenRows(tensor, *tensor.stride()[:3])
+
+
+def _bias_operand(bias: Tensor | None, q: Tensor) -> TokenRows:
+    """Return the bias, or where there is none a tensor that is not read."""
+    if bias is None:
+        return TokenRows(q, 0, 0, 0)
+    bias = bias if bias.stride(-1) in (0, 1) else bias.contiguous()
+    return TokenRows(bias, *bias.stride())
+
+
+def _use_device(device: torch.device) -> Any:
+    """Make a GPU current: Triton launches there, whatever its arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def ceil_power(dim: int) -> int:
+    """Return the least power of two that is not below a dim, nor below 16."""
+    return max(_LEAST_WIDTH, 1 << (dim - 1).bit_length())
