@@ -55,9 +55,7 @@ class PoolTiers:
         self.lower = PageTiers(
             self.pages, ledger, host_bytes, store, prefix, times_reads=recompute is not None
         )
-        self.device = DeviceTier(
-            budget_bytes, self.pages, self.lower, ledger, half_life=64 * num_layers
-        )
+        self.device = DeviceTier(budget_bytes, self.pages, self.lower, ledger)
         parts = self.pages, self.device, self.lower
         self.writes = BlockWrites(*parts)
         self.inputs = None if recompute is None else InputPages(*parts, ledger, recompute)
