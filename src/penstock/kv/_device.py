@@ -16,10 +16,10 @@ from penstock.kv._residency import RecordResidency
 from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
 
-_BUFFER_BYTES = 4 * 2**20
+_BUFFER_BYTES = 2**20
 _LEAST_BUFFER_BYTES = 2**20  # of smaller ones there are no more than two
 _STAGING_SHARE = 2  # of the budget: the buffers take at most 1 / this
-_MOST_BUFFERS = 4
+_MOST_BUFFERS = 8
 
 
 @dataclass(eq=False)

@@ -52,7 +52,9 @@ class PoolTiers:
     ) -> None:
         self._ledger, self._num_layers = ledger, num_layers
         self.pages = PageTable()
-        self.lower = PageTiers(self.pages, ledger, host_bytes, store, prefix)
+        self.lower = PageTiers(
+            self.pages, ledger, host_bytes, store, prefix, times_reads=recompute is not None
+        )
         self.device = DeviceTier(budget_bytes, self.pages, self.lower, ledger)
         parts = self.pages, self.device, self.lower
         self.writes = BlockWrites(*parts)
@@ -120,4 +122,5 @@ class PoolTiers:
 
     def close(self) -> None:
         """Wait for transfers, and close files."""
+        self.reads.drop_ahead()
         self.lower.close()
