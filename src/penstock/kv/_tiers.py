@@ -12,6 +12,7 @@ from penstock.kv._device import DeviceTier
 from penstock.kv._inputs import InputPages, Recompute
 from penstock.kv._layout import BlockLayout
 from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._platform import Platform
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._reads import BlockReads
 from penstock.kv._report import PoolReport
@@ -22,6 +23,7 @@ class PoolTiers:
     """Tiers of one pool, with nothing in them.
 
     Args:
+        platform: The device.
         ledger: Account of bytes.
         budget_bytes: The most bytes of the device tier.
         host_bytes: The most bytes of host memory; None: no limit.
@@ -41,6 +43,7 @@ class PoolTiers:
 
     def __init__(
         self,
+        platform: Platform,
         ledger: Ledger,
         *,
         budget_bytes: int,
@@ -52,9 +55,9 @@ class PoolTiers:
     ) -> None:
         self._ledger, self._num_layers = ledger, num_layers
         self.pages = PageTable()
-        self.lower = PageTiers(self.pages, ledger, host_bytes, store, prefix)
+        self.lower = PageTiers(platform, self.pages, ledger, host_bytes, store, prefix)
         self.device = DeviceTier(
-            budget_bytes, self.pages, self.lower, ledger, half_life=64 * num_layers
+            platform, budget_bytes, self.pages, self.lower, ledger, half_life=64 * num_layers
         )
         parts = self.pages, self.device, self.lower
         self.writes = BlockWrites(*parts)
@@ -74,7 +77,7 @@ class PoolTiers:
             page_bytes += self.inputs.layout(layer).page_bytes
         if self.lower.has_file:
             self.reads.drop_ahead()
-            self.device.make_staging(page_bytes)
+        self.device.make_staging(page_bytes, has_file=self.lower.has_file)
 
     def share(self, table: np.ndarray) -> None:
         """Add a reference to each page of a table."""
@@ -98,6 +101,8 @@ class PoolTiers:
         ledger, reads, inputs = self._ledger, self.reads, self.inputs
         written_bytes = ledger.moved(Link.DEVICE_TO_HOST) + ledger.moved(Link.DEVICE_TO_FILE)
         read_bytes = ledger.moved(Link.HOST_TO_DEVICE) + ledger.moved(Link.FILE_TO_DEVICE)
+        if not self.device.platform.has_staging:  # else they came to host memory only
+            read_bytes -= reads.unused_bytes
         return PoolReport(
             selector=selector,
             num_layers=len(layers),
@@ -114,12 +119,13 @@ class PoolTiers:
             num_hits=reads.num_hits,
             num_misses=reads.num_misses,
             num_computed=0 if inputs is None else inputs.num_computed,
-            read_bytes=read_bytes - reads.unused_bytes,
+            read_bytes=read_bytes,
             unused_bytes=reads.unused_bytes,
             written_bytes=written_bytes,
             stall_seconds=ledger.stall_seconds,
         )
 
     def close(self) -> None:
-        """Wait for transfers, and close files."""
+        """Wait for transfers, close files, and give back memory."""
         self.lower.close()
+        self.device.close()

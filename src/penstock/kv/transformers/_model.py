@@ -84,9 +84,11 @@ def check_supported(model: object) -> None:
             f"{type(model).__name__} computes its attention itself, not through Transformers' "
             "attention interface, which penstock.kv.cache needs; use another cache"
         )
-    if model.device.type != "cpu":
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or not {each.type for each in devices} <= {"cpu", "cuda"}:
         raise PenstockError(
-            f"penstock.kv.cache runs on the CPU; {type(model).__name__} is on {model.device}"
+            f"penstock.kv.cache takes models on one device, the CPU or a GPU; "
+            f"{type(model).__name__} is on {sorted(map(str, devices))}"
         )
 
 
