@@ -7,19 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated_cuda import SimulatedCuda
 
-from penstock.kv import _kernel, _pool
+from penstock.kv import _device, _kernel, _pool
 from penstock.kv._cuda import CudaPlatform
+from penstock.kv._platform import CpuPlatform
+from simulated_cuda import SimulatedCuda
 
 
 class LatePlatform(CudaPlatform):
-    """A CUDA platform whose device is the CPU, behind the streams of `SimulatedCuda`."""
+    """A CUDA platform whose device is the CPU, behind the streams of `SimulatedCuda`.
 
-    def __init__(self, cuda: SimulatedCuda) -> None:
+    With `has_early_side` transfers run as early as their waits allow, and all else as late.
+    """
+
+    def __init__(self, cuda: SimulatedCuda, *, has_early_side: bool) -> None:
         super().__init__(torch.device("cpu"))
-        self._cuda = cuda
+        self._cuda, self._has_early_side = cuda, has_early_side
         self._pinned: list[torch.Tensor] = []
+
+    def _launch_copy(self, stream: Any, *pieces: Any) -> None:
+        super()._launch_copy(stream, *pieces)
+        if self._has_early_side and stream is self._side:
+            stream.synchronize()
 
     def to_host(self, tensor: torch.Tensor) -> np.ndarray:
         """Wait for a tensor, and read it."""
@@ -55,6 +64,25 @@ class LateCopies:
         return lambda: self._cuda.current_stream().launch(run)
 
 
+def check_link_reads(
+    cuda: SimulatedCuda,
+    query: torch.Tensor,
+    addresses: torch.Tensor,
+    counts: torch.Tensor,
+    value_dim: int,
+) -> None:
+    """Assert that the kernel reads no record of host memory twice."""
+    from penstock.kv.triton import most_rows
+
+    read = addresses[counts > 0].tolist()
+    ranges = list(cuda.registered.items())
+    in_host = [a for a in read if any(first <= a < first + n for first, n in ranges)]
+    assert len(in_host) == len(set(in_host)), "sequences share a record"
+    num_rows = query.shape[1] // addresses.shape[1] * query.shape[2]
+    if num_rows > most_rows(query.dtype, query.shape[3], value_dim):
+        assert not in_host, "several programs read a record"
+
+
 def make_attend(cuda: SimulatedCuda) -> Any:
     """`attend_records` of a GPU, computed on the CPU when the device reaches it."""
 
@@ -75,6 +103,7 @@ def make_attend(cuda: SimulatedCuda) -> Any:
 
         def run() -> None:
             assert not (operands[1] % 16).any()
+            check_link_reads(cuda, *operands, options["value_dim"])
             computed = _kernel.attend_records(*operands, **options)
             for to, each in zip(results, computed, strict=True):
                 if each is not None:
@@ -86,10 +115,11 @@ def make_attend(cuda: SimulatedCuda) -> Any:
     return attend
 
 
-def install(cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> LateCopies:
-    """Make pools on a simulated device, whatever device they are asked for."""
+def install(
+    cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, *, has_early_side: bool = False
+) -> LateCopies:
+    """Put pools that are asked for "cuda" on a simulated device."""
     from penstock.kv import triton
-    from penstock.kv.triton import _copy
 
     read_now = torch.Tensor.cpu
 
@@ -97,9 +127,14 @@ def install(cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> LateCopies:
         cuda.current_stream().synchronize()
         return read_now(tensor)
 
+    monkeypatch.setattr(_device, "_BUFFER_BYTES", 8192)  # which are taken again soon
     copies = LateCopies(cuda)
-    monkeypatch.setattr(_pool, "make_platform", lambda _: LatePlatform(cuda))
-    monkeypatch.setattr(_copy, "copy_launch", copies)
+
+    def make(name: str) -> CpuPlatform | LatePlatform:
+        return CpuPlatform() if name == "cpu" else LatePlatform(cuda, has_early_side=has_early_side)
+
+    monkeypatch.setattr(_pool, "make_platform", make)
+    monkeypatch.setattr(triton, "copy_launch", copies)
     monkeypatch.setattr(triton, "attend_records", make_attend(cuda))
     monkeypatch.setattr(torch.Tensor, "cpu", read)
     return copies

@@ -6,11 +6,13 @@ import errno
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.errors import PenstockError, StoreFullError, StoreReadError, StoreWriteError
 from penstock.kv import BlockPool
@@ -18,13 +20,71 @@ from penstock.kv._attend import attend_pool
 from penstock.kv._partial import ScoreRule, attend, merge, score, weigh
 from penstock.kv._visibility import Visibility
 from penstock.memory import FileStore, _transfers
-from pool_machine import PoolMachine, run_machine
+from pool_model import PoolModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of operations."""
+
+    store: Path
+
+    @initialize(
+        block_tokens=st.integers(1, 5),
+        heads=st.integers(1, 3),
+        where=st.sampled_from(["host", "file", "both"]),
+        slots=st.integers(0, 6),
+        batch=st.integers(1, 3),
+    )
+    def make(self, **options: Any) -> None:
+        self.model = PoolModel(self.store, **options)
+
+    def teardown(self) -> None:
+        if hasattr(self, "model"):
+            self.model.pool.close()
+
+    @rule(layer=st.integers(0, 1), length=st.integers(1, 13))
+    def append(self, layer: int, length: int) -> None:
+        self.model.append(layer, length)
+
+    @rule(data=st.data(), layer=st.integers(0, 1))
+    def crop(self, data: st.DataObject, layer: int) -> None:
+        self.model.crop(layer, data.draw(st.integers(0, self.model.kept[layer][0].shape[2] + 2)))
+
+    @precondition(lambda self: all(self.model.pool.length(layer) for layer in range(2)))
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        least = min(self.model.pool.batch_size(layer) for layer in range(2))
+        index = st.lists(st.integers(0, least - 1), min_size=1, max_size=4)
+        self.model.reorder(data.draw(index))
+
+    @rule(layer=st.integers(0, 1), repeats=st.integers(1, 2))
+    def repeat(self, layer: int, repeats: int) -> None:
+        self.model.repeat(layer, repeats)
+
+    @rule(layer=st.integers(0, 1))
+    def reset(self, layer: int) -> None:
+        self.model.reset(layer)
+
+    @rule()
+    def save_and_load(self) -> None:
+        self.model.save_and_load()
+
+    @rule(layer=st.integers(0, 1), num_queries=st.sampled_from([1, 2, 20]))
+    def attend(self, layer: int, num_queries: int) -> None:
+        self.model.attend(layer, num_queries)
+
+    @invariant()
+    def holds_the_same(self) -> None:
+        if hasattr(self, "model"):
+            self.model.check()
+
+
 def test_any_order_of_operations(store: Path):
-    run_machine(PoolMachine, num_examples=40, store=store)
+    machine = type("Machine", (PoolMachine,), {"store": store})
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+    machine.TestCase("runTest").runTest()
 
 
 def test_freed_blocks_give_their_bytes_back(store: Path):

@@ -27,7 +27,13 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.kv._areas import SLAB_BYTES, Area, SlotMemory
-from penstock.kv._cuda_memory import Chunk, DeviceArea, HostRanges, RegisteredArea, StreamOrder
+from penstock.kv._cuda_memory import (
+    DeviceArea,
+    DeviceChunk,
+    HostRanges,
+    RegisteredArea,
+    StreamOrder,
+)
 from penstock.kv._layout import BlockLayout, FullBlocks
 from penstock.kv._partial import merge
 from penstock.memory import Link
@@ -78,7 +84,7 @@ class CudaPlatform:
         self._home: Any = torch.cuda.current_stream(device)
         self._side: Any = torch.cuda.Stream(device)
         self._records = StreamOrder()
-        self._chunks: deque[Chunk] = deque()
+        self._chunks: deque[DeviceChunk] = deque()
         self._host = HostRanges()
 
     # ------------------------------------------------------------------ streams
@@ -140,9 +146,9 @@ class CudaPlatform:
         self._chunks.clear()
         for _ in range(num_chunks):
             area = DeviceArea(num_bytes, self.device, self._home, self._side)
-            self._chunks.append(Chunk(area, self._home, self._copy_to_chunk))
+            self._chunks.append(DeviceChunk(area, self._home, self._copy_to_chunk))
 
-    def scratch(self, num_bytes: int) -> Chunk:
+    def scratch(self, num_bytes: int) -> DeviceChunk:
         """Return the chunk whose last use is longest ago."""
         assert num_bytes <= self.chunk_bytes
         self._chunks.rotate(-1)
@@ -219,7 +225,7 @@ class CudaPlatform:
         return event
 
     def _copy_to_chunk(
-        self, destinations: np.ndarray, sources: np.ndarray, num_bytes: int, chunk: Chunk
+        self, destinations: np.ndarray, sources: np.ndarray, num_bytes: int, chunk: DeviceChunk
     ) -> None:
         _, first, number = np.unique(sources, return_index=True, return_inverse=True)
         is_again = np.ones(len(sources), dtype=bool)
@@ -235,7 +241,7 @@ class CudaPlatform:
         self, stream: Any, destinations: np.ndarray, sources: np.ndarray, num_bytes: int
     ) -> None:
         """Launch one kernel that copies pieces; `_records` and chunks are ordered by the caller."""
-        from penstock.kv.triton._copy import common_alignment, copy_launch
+        from penstock.kv.triton import common_alignment, copy_launch
 
         alignment = common_alignment(num_bytes, destinations, sources)
         with torch.cuda.stream(stream):
@@ -276,7 +282,7 @@ class CudaPlatform:
 
     def most_rows(self, layout: BlockLayout) -> int:
         """Return the most rows of queries of a KV head for which a record is read only once."""
-        from penstock.kv.triton._launch import most_rows
+        from penstock.kv.triton import most_rows
 
         return most_rows(layout.dtype, layout.key_dim, layout.value_dim)
 

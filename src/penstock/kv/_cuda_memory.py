@@ -134,7 +134,7 @@ class StreamOrder:
         self._last.append((stream, stream.record_event()))
 
 
-class Chunk:
+class DeviceChunk:
     """Part of the budget that blocks pass: written by one stream and read by the other.
 
     Attributes:
@@ -147,7 +147,7 @@ class Chunk:
         self,
         area: DeviceArea,
         home: Any,
-        copy: Callable[[np.ndarray, np.ndarray, int, Chunk], None],
+        copy: Callable[[np.ndarray, np.ndarray, int, DeviceChunk], None],
     ) -> None:
         self.area, self.address, self.order = area, area.address, StreamOrder()
         self._home, self._copy = home, copy

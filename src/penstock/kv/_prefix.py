@@ -50,8 +50,8 @@ def save_pool(
                 layer,
                 dataclasses.replace(state.layout, alignment_bytes=DIRECT_IO_BYTES),
                 table,
-                keys[:, :, : state.num_tail].cpu(),
-                values[:, :, : state.num_tail].cpu(),
+                keys[:, :, : state.num_tail].contiguous().cpu(),
+                values[:, :, : state.num_tail].contiguous().cpu(),
             )
             heads = np.tile(np.arange(state.layout.num_heads), len(pages))
             pages = pages.repeat(state.layout.num_heads)
