@@ -134,9 +134,9 @@ def test_a_selector_that_grows_takes_the_memory_of_slots(late: SimulatedCuda):
 def test_calls_from_another_stream(late: SimulatedCuda):
     keys, values = make_tokens(50)
     pool = BlockPool(device_memory=4 * HEADS * RECORD_BYTES, block_tokens=T, device="cuda")
-    outs = []
+    outs, streams = [], [torch.cuda.Stream() for _ in range(4)]
     for i in range(4):
-        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[arg-type]
+        with torch.cuda.stream(streams[i]):  # type: ignore[arg-type]
             if i == 0:
                 pool.append(0, keys + 0, values + 0)
             query = torch.ones(1, HEADS, 1, KEY_DIM) + i
@@ -145,9 +145,8 @@ def test_calls_from_another_stream(late: SimulatedCuda):
             outs.append(out + 0)
             del out
             torch.full((1, HEADS, 1, KEY_DIM), torch.nan)  # takes memory that was freed
-            if i == 3:  # the caller waits for its own stream only
-                torch.cuda.current_stream().synchronize()
     for i, out in enumerate(outs):
+        streams[i].synchronize()  # which waits for the pool's
         query = torch.ones(1, HEADS, 1, KEY_DIM) + i
         attend = torch.nn.functional.scaled_dot_product_attention
         torch.testing.assert_close(out, attend(query, keys, values, scale=1.0))
