@@ -36,7 +36,7 @@ STEPS = 10
 LINK_BYTES = 256 << 20
 STAGING_BYTES = 16 << 20  # of a budget, beside the resident share
 LOGITS_TOLERANCE = 0.05  # of logits near 1: weights and parts are rounded by 2**-9
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "1B": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -133,7 +133,7 @@ def make_cache(arm: CacheArm, case: CacheCase, model: Any, store: str) -> Any:
         model,
         device_memory=int(case.cache_bytes * arm.share) + STAGING_BYTES,
         selector=arm.selector,
-        **({"store": store} if arm.below == "file" else {}),
+        store=store if arm.below == "file" else None,
     )
 
 

@@ -378,10 +378,8 @@ def run_device(options: argparse.Namespace) -> None:
         for shape in (["8B"] if options.quick else _kv_cache.SHAPES)
         for context in (_kv_cache.CONTEXTS[:1] if options.quick else _kv_cache.CONTEXTS)
     ]
-    kernels, caches = (
-        cases if part in options.part else []
-        for part, cases in (("kernel", kernels), ("decode", caches))
-    )
+    kernels = kernels if "kernel" in options.part else []
+    caches = caches if "decode" in options.part else []
     if options.dry_run:
         announce((str(case), arm) for case in kernels for arm in _kv_device.ARMS)
         announce(

@@ -127,7 +127,8 @@ def install(
         cuda.current_stream().synchronize()
         return read_now(tensor)
 
-    monkeypatch.setattr(_device, "_BUFFER_BYTES", 8192)  # which are taken again soon
+    for name in ("_BUFFER_BYTES", "_CHUNK_BYTES"):
+        monkeypatch.setattr(_device, name, 8192)  # which are taken again soon
     copies = LateCopies(cuda)
 
     def make(name: str) -> CpuPlatform | LatePlatform:

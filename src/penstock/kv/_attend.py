@@ -99,9 +99,7 @@ def _attend_few(
     if is_shared or step.num_rows > pool.platform.most_rows(state.layout):
         groups = pool.platform.localize(groups, state.layout.record_bytes)
     for items, addresses in groups:
-        # One thread is faster than a file, and leaves a core to the threads that read it.
-        num_threads = None if len(items) == len(pages) else 1
-        step.attend(b[items], h[items], c[items], addresses, num_threads)
+        step.attend(b[items], h[items], c[items], addresses)
     if not step.has_tail and state.num_tail:
         none = np.zeros(0, dtype=np.int64)
         step.attend(none, none, none, none)
@@ -205,7 +203,6 @@ class _Step:
         h: np.ndarray,
         c: np.ndarray,
         addresses: np.ndarray,
-        num_threads: int | None = None,
     ) -> None:
         """Add the part of some records; the tail belongs to the first part."""
         state, layout = self._state, self._state.layout
@@ -226,7 +223,6 @@ class _Step:
             self._some(self._seen, first, last, with_tail=with_tail),
             self._some(self._bias, first, last, with_tail=with_tail),
             with_block_lse=self._is_noted,
-            num_threads=num_threads,
         )
         if block_lse is not None:
             self._block_lse.append((first, block_lse[..., : last - first]))
@@ -278,11 +274,12 @@ def _attend_many(
             keys, values = state.layout.split(state.tail)
             first = state.num_blocks * pool.block_tokens
             skipped = max(0, first_token - first)
-            some = slice(skipped, state.num_tail)
-            part = attend(
-                query, keys[:, :, some], values[:, :, some], rule, visibility, first + skipped
-            )
-            whole = [merge([*whole, part])]
+            if skipped < state.num_tail:
+                some = slice(skipped, state.num_tail)
+                part = attend(
+                    query, keys[:, :, some], values[:, :, some], rule, visibility, first + skipped
+                )
+                whole = [merge([*whole, part])]
     if fresh is not None:
         whole = [merge([*whole, attend(query, *fresh, rule, visibility, num_tokens)])]
     return whole[0] if whole else None

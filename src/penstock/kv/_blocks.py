@@ -10,7 +10,8 @@ import torch
 
 from penstock.kv._device import DeviceTier
 from penstock.kv._layout import BlockLayout, FullBlocks
-from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._lower import PageTiers
+from penstock.kv._pages import PageTable
 
 
 @dataclass(eq=False)
@@ -49,7 +50,7 @@ class LayerBlocks:
         if self.layout != layout or self.batch_size != batch_size:
             raise ValueError(
                 f"layer {layer} holds {self.batch_size} sequences of {self.layout}; got "
-                f"{batch_size} of {layout}"
+                f"{batch_size} of {layout}; reset() it, or make a new one"
             )
 
     def fill_tail(self, keys: torch.Tensor, values: torch.Tensor) -> int:

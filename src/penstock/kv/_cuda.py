@@ -340,14 +340,12 @@ class CudaAttention:
         bias: torch.Tensor | None = None,
         *,
         with_block_lse: bool = False,
-        num_threads: int | None = None,
     ) -> torch.Tensor | None:
         """Attend to further records; arguments as of `RecordAttention.add`, on the device.
 
         Returns:
             The log-sum-exps of each record, where they are wanted.
         """
-        del num_threads  # of the CPU
         out, lse, block_lse = self._platform.attend(
             self._query,
             addresses,

@@ -12,17 +12,19 @@ from penstock.errors import CapacityError, InfeasibleError
 from penstock.kv._areas import SlotMemory
 from penstock.kv._cuda import CudaPlatform
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
+from penstock.kv._lower import PageTiers, TransferBuffer
+from penstock.kv._pages import PageTable
 from penstock.kv._platform import Platform
 from penstock.kv._residency import RecordResidency
 from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
 
-_BUFFER_BYTES = 4 * 2**20
+_BUFFER_BYTES = 2**20
 _LEAST_BUFFER_BYTES = 2**20  # of smaller ones there are no more than two
 _STAGING_SHARE = 2  # of the budget: the buffers take at most 1 / this
-_MOST_BUFFERS = 4
+_MOST_BUFFERS = 8
 _NUM_CHUNKS = 2  # one is filled while another one is read
+_CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(eq=False)
@@ -182,7 +184,7 @@ class DeviceTier:
         platform = self.platform
         if not isinstance(platform, CudaPlatform) or platform.chunk_bytes >= num_bytes:
             return
-        number, each = self._divide_staging(num_bytes, _NUM_CHUNKS)
+        number, each = self._divide_staging(num_bytes, _NUM_CHUNKS, _CHUNK_BYTES)
         if not self._make_room(number * each - self.staging_bytes):
             number, each = 1, num_bytes
             if not self._make_room(each - self.staging_bytes):
@@ -201,7 +203,7 @@ class DeviceTier:
         in_host = self.platform.has_staging
         number, each = _MOST_BUFFERS, max(1, _BUFFER_BYTES // page_bytes) * page_bytes
         if not in_host:
-            number, each = self._divide_staging(page_bytes, _MOST_BUFFERS)
+            number, each = self._divide_staging(page_bytes, _MOST_BUFFERS, _BUFFER_BYTES)
         more = number * each - sum(buffer.area.num_bytes for buffer in self._buffers)
         area = self.platform.host_area(number * each)
         self._buffers = [TransferBuffer(part) for part in area.cut(number)]
@@ -211,11 +213,11 @@ class DeviceTier:
         else:
             self._count_staging(more)
 
-    def _divide_staging(self, piece_bytes: int, most: int) -> tuple[int, int]:
+    def _divide_staging(self, piece_bytes: int, most: int, most_bytes: int) -> tuple[int, int]:
         """Return a number of parts of the staging memory, and the bytes of each: whole pieces."""
         share = self.budget_bytes // _STAGING_SHARE
         number = min(most, max(2, share // max(piece_bytes, _LEAST_BUFFER_BYTES)))
-        each = min(_BUFFER_BYTES, share // number) // piece_bytes * piece_bytes
+        each = min(most_bytes, share // number) // piece_bytes * piece_bytes
         each = max(piece_bytes, each)
         return max(1, min(number, (self.budget_bytes - self._slot_bytes) // each)), each
 

@@ -110,6 +110,15 @@ class BlockLayout:
         return keys, values
 
 
+def check_place(device: torch.device, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise `ValueError` if keys or values are not on the device of their pool."""
+    if keys.device != device or values.device != device:
+        raise ValueError(
+            f"keys and values must be on the pool's device, {device}; got {keys.device} and "
+            f"{values.device}: move them there, or make the pool with their device="
+        )
+
+
 class FullBlocks:
     """Keys and values that become pages: block after block, in each all sequences.
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from penstock.kv._blocks import LayerBlocks
-from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._lower import PageTiers
+from penstock.kv._pages import PageTable
 from penstock.kv._prefix_file import PrefixWriter, SavedLayer
 from penstock.memory import NewFile
 from penstock.memory.pages import DIRECT_IO_BYTES

@@ -11,7 +11,8 @@ from penstock.kv._blocks import BlockWrites, LayerBlocks
 from penstock.kv._device import DeviceTier
 from penstock.kv._inputs import InputPages, Recompute
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._lower import PageTiers
+from penstock.kv._pages import PageTable
 from penstock.kv._platform import Platform
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._reads import BlockReads
@@ -55,7 +56,15 @@ class PoolTiers:
     ) -> None:
         self._ledger, self._num_layers = ledger, num_layers
         self.pages = PageTable()
-        self.lower = PageTiers(platform, self.pages, ledger, host_bytes, store, prefix)
+        self.lower = PageTiers(
+            platform,
+            self.pages,
+            ledger,
+            host_bytes,
+            store,
+            prefix,
+            times_reads=recompute is not None,
+        )
         self.device = DeviceTier(
             platform, budget_bytes, self.pages, self.lower, ledger, half_life=64 * num_layers
         )
@@ -127,5 +136,6 @@ class PoolTiers:
 
     def close(self) -> None:
         """Wait for transfers, close files, and give back memory."""
+        self.reads.drop_ahead()
         self.lower.close()
         self.device.close()
