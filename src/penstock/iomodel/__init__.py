@@ -1,0 +1,28 @@
+"""I/O model: bytes per level of memory, lower bounds, tile orders, chains, and `explain`.
+
+`attention`, `matmul`, `convolution` and `spgemm` predict the bytes of the best tiles.
+"""
+
+from typing import TYPE_CHECKING
+
+from penstock._lazy import load_lazily
+
+if TYPE_CHECKING:
+    from penstock.iomodel._attention import attention
+    from penstock.iomodel._convolution import convolution
+    from penstock.iomodel._levels import IOModel, LevelBytes, MemoryLevel, memory_levels
+    from penstock.iomodel._matmul import matmul
+    from penstock.iomodel._spgemm import spgemm
+
+__all__ = [
+    "IOModel",
+    "LevelBytes",
+    "MemoryLevel",
+    "attention",
+    "convolution",
+    "matmul",
+    "memory_levels",
+    "spgemm",
+]
+
+__getattr__, __dir__ = load_lazily(__name__)
