@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from penstock._lazy import load_lazily
 
 if TYPE_CHECKING:
+    from penstock.iomodel._access import AccessTrace, declare_access, simulate_caches
     from penstock.iomodel._attention import attention
     from penstock.iomodel._convolution import convolution
     from penstock.iomodel._levels import IOModel, LevelBytes, MemoryLevel, memory_levels
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
     from penstock.iomodel._spgemm import spgemm
 
 __all__ = [
+    "AccessTrace",
     "IOModel",
     "LevelBytes",
     "MemoryLevel",
     "attention",
     "convolution",
+    "declare_access",
     "matmul",
     "memory_levels",
+    "simulate_caches",
     "spgemm",
 ]
 

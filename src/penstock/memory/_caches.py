@@ -40,7 +40,7 @@ def find_caches(directory: Path = _DIRECTORY) -> tuple[CacheProfile, ...]:
                 continue
             cache = CacheProfile(
                 name=f"L{int(fields['level'])}",
-                capacity_bytes=parse_bytes(fields["size"].replace("K", "KiB"), name="size"),
+                capacity_bytes=parse_bytes(f"{fields['size']}iB", name="size"),
                 line_bytes=int(fields["coherency_line_size"]),
             )
         except (OSError, ValueError):  # a virtual machine may hide them
