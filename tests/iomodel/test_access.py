@@ -22,12 +22,13 @@ KIB = 1024
     accesses=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 300), st.booleans())),
     capacities=st.lists(st.integers(1, 20), min_size=1, max_size=3),
     allocates=st.booleans(),
+    is_warm=st.booleans(),
 )
-def test_cpp_counts_what_python_counts(accesses, capacities, allocates):
+def test_cpp_counts_what_python_counts(accesses, capacities, allocates, is_warm):
     trace = AccessTrace()
     for begin, length, is_store in accesses:
         (trace.write if is_store else trace.read)(0, begin, length)
-    arguments = (trace.arrays(), sorted(capacities), 64, allocates)
+    arguments = (trace.arrays(), sorted(capacities), 64, allocates, is_warm)
     counted = _simulate_by_cpp(*arguments)
     assert counted == _simulate_by_python(*arguments)
     loaded, stored = counted
@@ -50,6 +51,14 @@ def test_stores_load_their_line_and_leave_when_evicted():
     assert (small.loaded_bytes, small.stored_bytes) == (16 * KIB, 16 * KIB)
     (large,) = simulate_caches(trace, [8 * KIB], allocates=False)
     assert (large.loaded_bytes, large.stored_bytes) == (0, 8 * KIB)
+
+
+def test_what_fits_does_not_move_again_when_it_is_warm():
+    trace = AccessTrace()
+    trace.write(0, 0, 8 * KIB)
+    small, large = simulate_caches(trace, [4 * KIB, 8 * KIB], is_warm=True)
+    assert (small.loaded_bytes, small.stored_bytes) == (8 * KIB, 8 * KIB)
+    assert large.moved_bytes == 0
 
 
 def test_streams_are_read_in_step():

@@ -11,18 +11,23 @@ if TYPE_CHECKING:
     from penstock.iomodel._access import AccessTrace, declare_access, simulate_caches
     from penstock.iomodel._attention import attention
     from penstock.iomodel._convolution import convolution
+    from penstock.iomodel._explain import IOReport, explain
     from penstock.iomodel._levels import IOModel, LevelBytes, MemoryLevel, memory_levels
     from penstock.iomodel._matmul import matmul
+    from penstock.iomodel._roofline import Roofline
     from penstock.iomodel._spgemm import spgemm
 
 __all__ = [
     "AccessTrace",
     "IOModel",
+    "IOReport",
     "LevelBytes",
     "MemoryLevel",
+    "Roofline",
     "attention",
     "convolution",
     "declare_access",
+    "explain",
     "matmul",
     "memory_levels",
     "simulate_caches",

@@ -168,13 +168,13 @@ def declare_access(access: Callable[..., None]) -> Callable[[_Function], _Functi
 
 def find_access(function: Any) -> Callable[..., None] | None:
     """Return the accesses that a function declares, a partial one with its own arguments first."""
-    if isinstance(function, functools.partial):
-        declared = find_access(function.func)
-        if declared is None:
-            return None
-        of = declared
-        return lambda trace, *args: of(trace, *function.args, *args, **function.keywords)
-    return getattr(function, _DECLARED, None)
+    declared = getattr(function, _DECLARED, None)
+    if declared is not None or not isinstance(function, functools.partial):
+        return declared
+    of = find_access(function.func)
+    if of is None:
+        return None
+    return lambda trace, *args: of(trace, *function.args, *args, **function.keywords)
 
 
 def simulate_caches(
@@ -183,6 +183,7 @@ def simulate_caches(
     *,
     line_bytes: int = 64,
     allocates: bool = True,
+    is_warm: bool = False,
 ) -> tuple[LevelBytes, ...]:
     """Return the bytes that caches of some capacities load and write back over a trace.
 
@@ -191,22 +192,20 @@ def simulate_caches(
         capacities_bytes: Of each cache, ascending.
         line_bytes: Bytes of a line, which moves as a whole.
         allocates: Whether a store that misses loads its line first, as processors do.
+        is_warm: Whether caches begin with what the same accesses left there. Else they begin
+            empty, and are written back at the end.
 
     Returns:
-        For each cache its loaded bytes, and the stored ones: dirty lines that are evicted, and
-        those that are left at the end. The level is named by the cache in front: `"behind 32768"`.
+        For each cache its loaded and its stored bytes, those of dirty lines that it evicts; the
+        level is named by the cache in front: `"behind 32768"`.
 
     Raises:
         ValueError: Capacities do not ascend, or are below a line.
     """
     lines = [capacity // line_bytes for capacity in capacities_bytes]
-    if lines != sorted(lines) or (lines and lines[0] < 1):
-        raise ValueError(
-            f"capacities_bytes are {list(capacities_bytes)}; pass capacities of at least a line of "
-            f"{line_bytes} bytes, ascending"
-        )
+    _check_capacities(lines, capacities_bytes, line_bytes)
     run = _simulate_by_cpp if _library() is not None else _simulate_by_python
-    counts = run(trace.arrays(), lines, line_bytes, allocates)
+    counts = run(trace.arrays(), lines, line_bytes, allocates, is_warm)
     return tuple(
         LevelBytes(
             level=f"behind {capacity}",
@@ -218,6 +217,16 @@ def simulate_caches(
     )
 
 
+def _check_capacities(
+    lines: Sequence[int], capacities_bytes: Sequence[int], line_bytes: int
+) -> None:
+    if list(lines) != sorted(lines) or (lines and lines[0] < 1):
+        raise ValueError(
+            f"capacities_bytes are {list(capacities_bytes)}; pass capacities of at least a line of "
+            f"{line_bytes} bytes, ascending"
+        )
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     return load_optional_library(
@@ -226,7 +235,7 @@ def _library() -> ctypes.CDLL | None:
         work="caches are simulated",
         otherwise="by Python, slowly",
         flags=("-O3",),
-        functions={"penstock_lru": (None, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3
+        functions={"penstock_lru": (None, [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4
                                     + [ctypes.c_void_p, ctypes.c_int64] + [ctypes.c_void_p] * 2)},
     )  # fmt: skip
 
@@ -235,7 +244,11 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _simulate_by_cpp(
-    accesses: Arrays, capacities: Sequence[int], line_bytes: int, allocates: bool
+    accesses: Arrays,
+    capacities: Sequence[int],
+    line_bytes: int,
+    allocates: bool,
+    is_warm: bool,
 ) -> tuple[Sequence[int], Sequence[int]]:
     library = _library()
     assert library is not None
@@ -244,7 +257,7 @@ def _simulate_by_cpp(
     loaded, stored = np.zeros_like(room), np.zeros_like(room)
     library.penstock_lru(
         *(begins.ctypes.data, lengths.ctypes.data, stores.ctypes.data),
-        *(len(begins), line_bytes, int(allocates)),
+        *(len(begins), line_bytes, int(allocates), int(is_warm)),
         *(room.ctypes.data, len(room), loaded.ctypes.data, stored.ctypes.data),
     )
     return loaded.tolist(), stored.tolist()
@@ -252,7 +265,7 @@ def _simulate_by_cpp(
 
 @dataclasses.dataclass
 class _PythonCache:
-    """A cache as `lru.cpp` has it: lines in the order of their uses, each with whether it is dirty."""
+    """A cache as `lru.cpp` has it: lines in their order of use, each with whether it is dirty."""
 
     capacity: int
     lines: OrderedDict[int, bool] = dataclasses.field(default_factory=OrderedDict)
@@ -268,14 +281,22 @@ class _PythonCache:
 
 
 def _simulate_by_python(
-    accesses: Arrays, capacities: Sequence[int], line_bytes: int, allocates: bool
+    accesses: Arrays,
+    capacities: Sequence[int],
+    line_bytes: int,
+    allocates: bool,
+    is_warm: bool,
 ) -> tuple[Sequence[int], Sequence[int]]:
     caches = [_PythonCache(capacity) for capacity in capacities]
-    for begin, length, is_store in zip(*(each.tolist() for each in accesses), strict=True):
-        if not length:
-            continue
-        for line in range(begin // line_bytes, (begin + length - 1) // line_bytes + 1):
-            for cache in caches:
-                cache.use(line, bool(is_store), allocates or not is_store)
-    stored = [cache.stored + sum(cache.lines.values()) for cache in caches]
+    for _ in range(1 + is_warm):
+        for cache in caches:
+            cache.loaded = cache.stored = 0
+        for begin, length, is_store in zip(*(each.tolist() for each in accesses), strict=True):
+            if not length:
+                continue
+            for line in range(begin // line_bytes, (begin + length - 1) // line_bytes + 1):
+                for cache in caches:
+                    cache.use(line, bool(is_store), allocates or not is_store)
+    dirty = [0 if is_warm else sum(cache.lines.values()) for cache in caches]
+    stored = [cache.stored + left for cache, left in zip(caches, dirty, strict=True)]
     return [cache.loaded for cache in caches], stored

@@ -155,7 +155,7 @@ def memory_levels(profile: MachineProfile) -> tuple[MemoryLevel, ...]:
         for cache in profile.caches
     ]
     compute = profile.compute
-    rate = profile.memory_rate.bytes_per_second if profile.memory_rate else None
+    rate = profile.memory_rates[0].bytes_per_second if profile.memory_rates else None
     if rate is None and compute is not None:
         rate = compute.memory_bytes_per_second
     levels.append(_tier_level("memory", profile, Tier.DEVICE, rate))

@@ -116,32 +116,38 @@ class Cache {
 
 }  // namespace
 
-// Counts for each cache the lines that it loads and those that it writes back, dirty ones at the end
-// included. Accesses are ranges of bytes; a store that misses loads its line if `allocates`.
+// Counts for each cache the lines that it loads and those that it writes back. Accesses are ranges of
+// bytes; a store that misses loads its line if `allocates`. They begin with empty caches, and dirty
+// lines at the end are written back; or, `is_warm`, with what the same accesses left there.
 extern "C" void penstock_lru(const int64_t* begins, const int64_t* lengths, const uint8_t* stores,
                              int64_t num_accesses, int64_t line_bytes, int64_t allocates,
-                             const int64_t* capacities, int64_t num_caches, int64_t* loaded,
+                             int64_t is_warm, const int64_t* capacities, int64_t num_caches, int64_t* loaded,
                              int64_t* stored) {
   LineNumbers numbers;
   std::vector<Cache> caches;
   for (int64_t i = 0; i < num_caches; ++i) caches.emplace_back(capacities[i]);
-  for (int64_t i = 0; i < num_accesses; ++i) {
-    if (lengths[i] <= 0) continue;
-    const int64_t last = (begins[i] + lengths[i] - 1) / line_bytes;
-    for (int64_t at = begins[i] / line_bytes; at <= last; ++at) {
-      const int32_t line = numbers.find_or_add(at);
-      const bool is_repeated = num_caches > 0 && caches[0].is_last_used(line);
-      for (Cache& cache : caches) {
-        if (!is_repeated) {
-          cache.use(line, stores[i], allocates || !stores[i]);
-        } else if (stores[i]) {
-          cache.mark_dirty(line);
+  const auto run = [&] {
+    for (int64_t i = 0; i < num_accesses; ++i) {
+      if (lengths[i] <= 0) continue;
+      const int64_t last = (begins[i] + lengths[i] - 1) / line_bytes;
+      for (int64_t at = begins[i] / line_bytes; at <= last; ++at) {
+        const int32_t line = numbers.find_or_add(at);
+        const bool is_repeated = num_caches > 0 && caches[0].is_last_used(line);
+        for (Cache& cache : caches) {
+          if (!is_repeated) {
+            cache.use(line, stores[i], allocates || !stores[i]);
+          } else if (stores[i]) {
+            cache.mark_dirty(line);
+          }
         }
       }
     }
-  }
+  };
+  run();
+  for (int64_t i = 0; is_warm && i < num_caches; ++i) caches[i].loaded = caches[i].stored = 0;
+  if (is_warm) run();
   for (int64_t i = 0; i < num_caches; ++i) {
-    caches[i].flush();
+    if (!is_warm) caches[i].flush();
     loaded[i] = caches[i].loaded;
     stored[i] = caches[i].stored;
   }

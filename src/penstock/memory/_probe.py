@@ -175,7 +175,7 @@ def _measure(device: _ProbedDevice, store: FileStore | None) -> MachineProfile:
             names = (Link.HOST_TO_FILE, Link.FILE_TO_HOST)
         links |= zip(names, alone, strict=True)
         both_ways |= zip(names, both, strict=False)  # none for a tiny store
-    caches, memory_rate = _measure_caches(device)
+    caches, memory_rates = _measure_caches(device)
     return MachineProfile(
         name=platform.node(),
         device=device.kind,
@@ -189,16 +189,16 @@ def _measure(device: _ProbedDevice, store: FileStore | None) -> MachineProfile:
         compute=_measure_compute(device),
         both_ways=both_ways,
         caches=caches,
-        memory_rate=memory_rate,
+        memory_rates=memory_rates,
     )
 
 
 def _measure_caches(
     device: _ProbedDevice,
-) -> tuple[tuple[CacheProfile, ...], LinkProfile | None]:
+) -> tuple[tuple[CacheProfile, ...], tuple[LinkProfile, ...]]:
     """Return the caches; of a processor with their rates, and that of memory behind them."""
     if device.kind == "cpu":
-        return measure_caches(find_caches(), run_bytes=_CACHE_RUN_BYTES)
+        return measure_caches(find_caches(), _num_cores(), run_bytes=_CACHE_RUN_BYTES)
     import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -210,7 +210,7 @@ def _measure_caches(
         CacheProfile(name=name, capacity_bytes=int(size), line_bytes=_GPU_LINE_BYTES)
         for name, size in sizes.items()
         if size
-    ), None
+    ), ()
 
 
 def _measure_memcpy() -> LinkProfile:

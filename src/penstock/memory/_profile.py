@@ -139,8 +139,8 @@ class MachineProfile:
             the minute before it was measured; None where that is unknown.
         measured_at: Seconds since the epoch; 0 where that is unknown.
         caches: Caches of the device, the nearest to the processor first; empty where unknown.
-        memory_rate: How fast one core reads the memory behind the caches; None on a GPU, and where
-            it was not measured.
+        memory_rates: How fast the memory behind the caches is read: by one core, and by all of them
+            together; empty on a GPU, and where it was not measured.
     """
 
     name: str
@@ -157,7 +157,7 @@ class MachineProfile:
     load: float | None = None
     measured_at: float = 0.0
     caches: tuple[CacheProfile, ...] = ()
-    memory_rate: LinkProfile | None = None
+    memory_rates: tuple[LinkProfile, ...] = ()
 
     @property
     def spread(self) -> float:
@@ -214,8 +214,8 @@ class MachineProfile:
             size = format_bytes(cache.capacity_bytes)
             rate = "not measured" if cache.rate is None else cache.rate
             rows.append((f"{cache.name} cache, {size}", rate))
-        if self.memory_rate is not None:
-            rows.append(("memory, one core", self.memory_rate))
+        of = ("memory, one core", "memory, all cores")
+        rows += zip(of, self.memory_rates, strict=False)
         if self.compute is not None:
             rows += [
                 (f"compute, {dtype}", f"{rate / 1e12:.3g} TFLOP/s")
