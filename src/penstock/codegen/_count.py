@@ -43,12 +43,15 @@ class ByteCount:
         stored_bytes: Of stores.
         atomic_bytes: Of atomic operations, each of which both reads and writes them.
         num_launches: Kernels launched, those on an empty grid included.
+        table_bytes: Of the loaded bytes, those of tables that programs find their work by: known to
+            closed forms alone, and not compared.
     """
 
     loaded_bytes: int
     stored_bytes: int
     atomic_bytes: int = 0
     num_launches: int = 1
+    table_bytes: int = dataclasses.field(default=0, compare=False)
 
     @property
     def requested_bytes(self) -> int:
@@ -62,6 +65,7 @@ class ByteCount:
             stored_bytes=self.stored_bytes + other.stored_bytes,
             atomic_bytes=self.atomic_bytes + other.atomic_bytes,
             num_launches=self.num_launches + other.num_launches,
+            table_bytes=self.table_bytes + other.table_bytes,
         )
 
     def to_dict(self) -> dict[str, int]:

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from penstock.iomodel._matmul import matmul
     from penstock.iomodel._roofline import Roofline
     from penstock.iomodel._spgemm import spgemm
+    from penstock.iomodel._tile_order import (
+        TiledProduct,
+        TileOrder,
+        choose_order,
+        simulate_order,
+        tile_order,
+    )
 
 __all__ = [
     "AccessTrace",
@@ -24,14 +31,19 @@ __all__ = [
     "LevelBytes",
     "MemoryLevel",
     "Roofline",
+    "TileOrder",
+    "TiledProduct",
     "attention",
+    "choose_order",
     "convolution",
     "declare_access",
     "explain",
     "matmul",
     "memory_levels",
     "simulate_caches",
+    "simulate_order",
     "spgemm",
+    "tile_order",
 ]
 
 __getattr__, __dir__ = load_lazily(__name__)
