@@ -10,11 +10,13 @@ from penstock._lazy import load_lazily
 if TYPE_CHECKING:
     from penstock.iomodel._access import AccessTrace, declare_access, simulate_caches
     from penstock.iomodel._attention import attention
+    from penstock.iomodel._chain import ChainOperator, ChainPlan, ChainSegment, chain
     from penstock.iomodel._convolution import convolution
     from penstock.iomodel._explain import IOReport, explain
     from penstock.iomodel._levels import IOModel, LevelBytes, MemoryLevel, memory_levels
     from penstock.iomodel._matmul import matmul
     from penstock.iomodel._roofline import Roofline
+    from penstock.iomodel._run_chain import plan_chain, run_chain
     from penstock.iomodel._spgemm import spgemm
     from penstock.iomodel._tile_order import (
         TiledProduct,
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessTrace",
+    "ChainOperator",
+    "ChainPlan",
+    "ChainSegment",
     "IOModel",
     "IOReport",
     "LevelBytes",
@@ -34,12 +39,15 @@ __all__ = [
     "TileOrder",
     "TiledProduct",
     "attention",
+    "chain",
     "choose_order",
     "convolution",
     "declare_access",
     "explain",
     "matmul",
     "memory_levels",
+    "plan_chain",
+    "run_chain",
     "simulate_caches",
     "simulate_order",
     "spgemm",

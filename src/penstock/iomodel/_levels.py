@@ -171,6 +171,20 @@ def memory_levels(profile: MachineProfile) -> tuple[MemoryLevel, ...]:
     return tuple(levels)
 
 
+def level_rates(profile: MachineProfile, num_threads: int) -> dict[str, float]:
+    """Return the rate of each level for so many threads, in bytes per second, where it is known."""
+
+    def rate(level: MemoryLevel) -> float | None:
+        one = level.bytes_per_second
+        if one is None or profile.device == "cuda":
+            return one
+        together = profile.memory_rates[1:] if level.name == "memory" else ()
+        return min([one * num_threads, *(each.bytes_per_second for each in together)])
+
+    rates = {each.name: rate(each) for each in memory_levels(profile)}
+    return {name: found for name, found in rates.items() if found is not None}
+
+
 def _tier_level(name: str, profile: MachineProfile, tier: Tier, rate: float | None) -> MemoryLevel:
     capacity = profile.tiers[tier].capacity_bytes
     return MemoryLevel(name=name, capacity_bytes=capacity, bytes_per_second=rate)

@@ -20,7 +20,7 @@ import numpy as np
 from penstock.codegen import count_bytes
 from penstock.errors import PenstockError
 from penstock.iomodel._access import AccessTrace, find_access, simulate_caches
-from penstock.iomodel._levels import LevelBytes, MemoryLevel, memory_levels
+from penstock.iomodel._levels import LevelBytes, level_rates, memory_levels
 from penstock.iomodel._operators import trace_operators
 from penstock.memory import MachineProfile
 
@@ -158,7 +158,7 @@ def predict(
         PenstockError: The machine has no rates.
     """
     levels = _count_levels(call, profile, num_threads)
-    rates = _find_rates(profile, num_threads)
+    rates = level_rates(profile, num_threads)
     seconds = {
         each.level: each.moved_bytes / rates[each.level] for each in levels if each.level in rates
     }
@@ -224,17 +224,3 @@ def _choose_line(trace: AccessTrace, line_bytes: int, least_capacity: int) -> in
     while 2 * line_bytes <= longest:
         line_bytes *= 2
     return line_bytes
-
-
-def _find_rates(profile: MachineProfile, num_threads: int) -> dict[str, float]:
-    """Return the rate of each level for so many threads, in bytes per second."""
-
-    def rate(level: MemoryLevel) -> float | None:
-        one = level.bytes_per_second
-        if one is None or profile.device == "cuda":
-            return one
-        together = profile.memory_rates[1:] if level.name == "memory" else ()
-        return min([one * num_threads, *(each.bytes_per_second for each in together)])
-
-    rates = {each.name: rate(each) for each in memory_levels(profile)}
-    return {name: found for name, found in rates.items() if found is not None}

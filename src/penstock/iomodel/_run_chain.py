@@ -1,0 +1,265 @@
+"""Chains of modules that run in chunks of rows, computed again in the backward pass.
+
+Each chunk goes through all modules of a segment while its values are in a cache, and none of them
+is kept: the backward pass computes them again, chunk by chunk, but for the product of a last
+`nn.Linear`, whose gradients need its input alone. A chain that ends in a number, a sum over rows
+such as a loss, has its gradients computed beside it, so that nothing is computed twice.
+
+Rows are the same bits as unchunked where the modules' kernels are: elementwise operators, norms,
+softmaxes. The order in which a product of matrices adds may depend on how many rows it gets, and
+gradients of weights are added chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.iomodel._chain import ChainOperator, ChainPlan, chain
+from penstock.iomodel._levels import check_counts
+from penstock.memory import MachineProfile, probe
+
+Module = Callable[..., Tensor]
+
+
+def run_chain(
+    modules: Sequence[Module],
+    x: Tensor,
+    *row_args: Tensor,
+    chunk_rows: int | None = None,
+    machine: MachineProfile | None = None,
+) -> Tensor:
+    """Run modules one after the other on the rows of x, in chunks.
+
+    Example:
+        >>> mlp = [nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)]
+        >>> run_chain(mlp, torch.rand(2, 50, 8), chunk_rows=16).shape
+        torch.Size([2, 50, 8])
+
+    Args:
+        modules: Modules or functions that work on each row alone and draw no random numbers. The
+            last one may return a number: the sum over its rows, such as a loss.
+        x: Input, `(..., features)`; rows are all dimensions but the last.
+        *row_args: Further arguments of the last module, such as labels, with a row for each of x.
+        chunk_rows: Rows of a chunk of all modules together; None: planned by `chain`.
+        machine: Of the plan; None: what `penstock.probe` measures.
+
+    Returns:
+        The result, `(..., features)`, or the sum of the numbers.
+
+    Raises:
+        ValueError: There is no module or no row, or a module drew random numbers.
+    """
+    rows, others = _flatten(x, row_args)
+    check_counts(modules=len(modules), rows=len(rows))
+    if chunk_rows is None:
+        plan = plan_chain(modules, x, *row_args, machine=machine)
+        segments = [(each.operators, each.chunk_rows) for each in plan.segments]
+    else:
+        check_counts(chunk_rows=chunk_rows)
+        segments = [(tuple(range(len(modules))), chunk_rows)]
+    for numbers, count in segments:
+        extra = others if numbers[-1] == len(modules) - 1 else []
+        rows = _Segment([modules[at] for at in numbers], count, extra)(rows)
+    return rows.reshape(*x.shape[:-1], *rows.shape[1:]) if rows.dim() else rows
+
+
+def _flatten(x: Tensor, row_args: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return rows of features, and the other arguments by row."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows, [each.reshape(len(rows), *each.shape[x.dim() - 1 :]) for each in row_args]
+
+
+def plan_chain(
+    modules: Sequence[Module],
+    x: Tensor,
+    *row_args: Tensor,
+    machine: MachineProfile | None = None,
+) -> ChainPlan:
+    """Plan the chunks of a chain of modules, from a run of its first two rows.
+
+    Args:
+        modules: The modules, as `run_chain` takes them.
+        x: Its input.
+        *row_args: Its other arguments.
+        machine: Levels and rates; None: those of `penstock.probe`.
+    """
+    rows, others = _flatten(x.detach(), row_args)
+    value, few, operators = rows[:2], len(rows[:2]), []
+    for number, module in enumerate(modules):
+        extra = [each[:2] for each in others] if number == len(modules) - 1 else []
+        with torch.no_grad(), FlopCounterMode(display=False) as flops:
+            value = module(value, *extra)
+        weights = module.parameters() if isinstance(module, nn.Module) else ()
+        operators.append(
+            ChainOperator(
+                name=getattr(module, "__name__", type(module).__name__),
+                row_bytes=max(1, value.nbytes // few),
+                weight_bytes=sum(each.nbytes for each in weights),
+                row_operations=flops.get_total_flops() // few,
+            )
+        )
+    return chain(
+        operators,
+        len(rows),
+        machine or probe(),
+        input_row_bytes=max(1, rows[:1].nbytes),
+        num_threads=torch.get_num_threads(),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Segment:
+    """Modules that run together, chunk by chunk.
+
+    Attributes:
+        modules: The modules.
+        chunk_rows: Rows of a chunk.
+        others: Arguments of the last module beside its rows, by row.
+    """
+
+    modules: list[Module]
+    chunk_rows: int
+    others: list[Tensor]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the result of all rows; whole where that is one chunk."""
+        if self.chunk_rows >= len(rows):
+            return self.run(rows, self.others)
+        # By identity: a parameter that modules share has one gradient.
+        weights = {
+            id(each): each
+            for module in self.modules
+            if isinstance(module, nn.Module)
+            for each in module.parameters()
+            if each.requires_grad
+        }
+        return _run_in_chunks(self, rows, *weights.values())
+
+    def run(self, rows: Tensor, others: Sequence[Tensor]) -> Tensor:
+        for module in self.modules[:-1]:
+            rows = module(rows)
+        return self.modules[-1](rows, *others)
+
+    def chunks(self, rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        for first in range(0, len(rows), self.chunk_rows):
+            at = slice(first, first + self.chunk_rows)
+            yield at, [each[at] for each in self.others]
+
+
+def _run_in_chunks(segment: _Segment, rows: Tensor, *weights: Tensor) -> Tensor:
+    result: Any = _ChunkedSegment.apply(segment, rows, *weights)
+    return result
+
+
+class _ChunkedSegment(torch.autograd.Function):
+    """A segment whose values are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: _Segment, rows: Tensor, *weights: Tensor) -> Tensor:
+        """Run all chunks; of sums, with the gradients of all operands."""
+        state = torch.get_rng_state()
+        ctx.segment, ctx.gradients = segment, None
+        ctx.save_for_backward(rows, *weights)
+        needed = ctx.needs_input_grad[1:]
+        one = segment.run(rows[:1], [each[:1] for each in segment.others])
+        total = rows.new_zeros(()) if one.dim() == 0 else one.new_empty(len(rows), *one.shape[1:])
+        if one.dim() == 0 and any(needed):
+            total, ctx.gradients = _sum_with_gradients(segment, rows, weights, needed)
+        else:
+            for at, others in segment.chunks(rows):
+                if one.dim() == 0:
+                    total = total + segment.run(rows[at], others)
+                else:
+                    total[at] = segment.run(rows[at], others)
+        if not torch.equal(state, torch.get_rng_state()):
+            raise ValueError(
+                "a module of the chain drew random numbers, which would differ in the backward "
+                "pass; leave dropout out of the chain, or set its modules to eval()"
+            )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the rows and the weights."""
+        (gradient,) = gradients
+        rows, *weights = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:]
+        if ctx.gradients is not None:
+            found = [None if each is None else each * gradient for each in ctx.gradients]
+            return None, *found
+        sums = _GradientSums(rows, weights, needed)
+        for at, others in ctx.segment.chunks(rows):
+            sums.add(at, ctx.segment, others, gradient[at])
+        return None, *sums.values
+
+
+def _sum_with_gradients(
+    segment: _Segment, rows: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the sum over all chunks, and the gradients of rows and weights."""
+    sums, total = _GradientSums(rows, weights, needed), rows.new_zeros(())
+    for at, others in segment.chunks(rows):
+        total = total + sums.add(at, segment, others, None)
+    return total, sums.values
+
+
+class _GradientSums:
+    """Gradients of rows, chunk by chunk, and of weights, added over the chunks.
+
+    Attributes:
+        values: By operand its gradient; None where it is not needed.
+    """
+
+    def __init__(self, rows: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self._rows, self._weights, self._needed = rows, weights, needed
+        self.values = [
+            torch.zeros_like(each) if need else None
+            for each, need in zip((rows, *weights), needed, strict=True)
+        ]
+
+    def add(
+        self, at: slice, segment: _Segment, others: Sequence[Tensor], gradient: Tensor | None
+    ) -> Tensor:
+        """Add the gradients of a chunk, computed again, and return its result."""
+        last = segment.modules[-1]
+        needs_rows, *needs = self._needed
+        wanted = [each for each, need in zip(self._weights, needs, strict=True) if need]
+        with torch.enable_grad():
+            rows = self._rows[at].detach().requires_grad_(needs_rows)
+            if gradient is not None and isinstance(last, nn.Linear) and len(segment.modules) > 1:
+                value = rows
+                for module in segment.modules[:-1]:
+                    value = module(value)
+                gradient = self._add_linear(last, value, gradient)
+            else:
+                value = segment.run(rows, others)
+        operands = ([rows] if needs_rows else []) + wanted
+        found = torch.autograd.grad(value, operands, gradient, allow_unused=True)
+        grads = iter(found)
+        of_rows = self.values[0]
+        if of_rows is not None:
+            of_rows[at] = next(grads)
+        sums = [each for each in self.values[1:] if each is not None]
+        for total, each in zip(sums, grads, strict=True):
+            if each is not None:
+                total.add_(each)
+        return value.detach()
+
+    def _add_linear(self, last: nn.Linear, value: Tensor, gradient: Tensor) -> Tensor:
+        """Add the gradients of a last linear layer, and return that of its input."""
+        places = {id(each): at for at, each in enumerate(self._weights, 1)}
+        for weight in (last.weight, last.bias):
+            total = None if weight is None else self.values[places.get(id(weight), 0)]
+            if weight is None or id(weight) not in places or total is None:
+                continue
+            if weight is last.bias:
+                total.add_(gradient.sum(0))
+            else:
+                total.addmm_(gradient.t(), value.detach())
+        return gradient @ last.weight
