@@ -44,6 +44,8 @@ class ChainOperator:
             the chain. None: the operator before it.
         weight_bytes: Bytes that it reads for all rows together.
         row_operations: Additions and multiplications for each row.
+        row_seconds: Time of a row whose bytes are in a cache, on all threads, where it was
+            measured: of functions that take longer than their additions and multiplications.
         can_fuse: Whether a kernel computes it where its operand is made.
     """
 
@@ -52,6 +54,7 @@ class ChainOperator:
     inputs: tuple[int, ...] | None = None
     weight_bytes: int = 0
     row_operations: int = 0
+    row_seconds: float = 0.0
     can_fuse: bool = False
 
 
@@ -314,7 +317,7 @@ class SegmentCosts:
             moved = rows * (spilled / self._rates["memory"] + streamed / self._rates[level])
             moved += of.weight_bytes / self._rates["memory"]
             moved += (chunks - 1) * of.weight_bytes / self._rates[kept_at]
-            arithmetic = rows * of.row_operations / self._flops
+            arithmetic = rows * max(of.row_operations / self._flops, of.row_seconds)
             seconds += max(moved, arithmetic) + chunks * self._launch_seconds
         leaving = [at for at in numbers if graph.readers[at] and self._leaves(at, chosen)]
         return ChainSegment(

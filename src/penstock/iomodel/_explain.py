@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from penstock.iomodel._levels import check_counts
+from penstock.iomodel._levels import check_counts, this_machine
 from penstock.iomodel._roofline import COMPUTE, CountedCall, Roofline, count_call, predict
-from penstock.memory import MachineProfile, probe
+from penstock.memory import MachineProfile
 from penstock.memory import machine as built_in_machine
 from penstock.tables import Report
 from penstock.units import format_bytes, format_seconds
@@ -181,7 +181,7 @@ def _with(call: CountedCall, operations: int | None) -> CountedCall:
 def _choose_machine(is_interpreted: bool) -> MachineProfile:
     if is_interpreted and not torch.cuda.is_available():
         return built_in_machine(_GPU)
-    return probe()
+    return this_machine()
 
 
 def measure_in_turn(

@@ -8,11 +8,12 @@ misses in the last cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.memory import Link, MachineProfile, Tier
+from penstock.memory import Link, MachineProfile, Tier, probe
 from penstock.tables import Report
 from penstock.units import format_bytes, parse_bytes
 
@@ -183,6 +184,12 @@ def level_rates(profile: MachineProfile, num_threads: int) -> dict[str, float]:
 
     rates = {each.name: rate(each) for each in memory_levels(profile)}
     return {name: found for name, found in rates.items() if found is not None}
+
+
+@functools.cache
+def this_machine() -> MachineProfile:
+    """Return what `penstock.probe` measures, asked once for the process."""
+    return probe()
 
 
 def _tier_level(name: str, profile: MachineProfile, tier: Tier, rate: float | None) -> MemoryLevel:

@@ -1,7 +1,8 @@
 """Accesses of torch's operators, for functions on the CPU that declare none of their own.
 
 Each operator is taken to read its operands and to write its results once and in step, as long
-loops over memory do; views move nothing. Products are counted in operations beside that.
+loops over memory do; views move nothing. Values have the addresses that the allocator gave them, so
+that memory that is freed and taken again is in the caches. Products are counted in operations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ class OperatorTrace(TorchDispatchMode):
         super().__init__()
         self.trace = trace
         self.num_operators = 0
-        self._kept: list[Any] = []  # an address that is freed would be another value's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and add what it reads and writes."""
@@ -34,7 +34,6 @@ class OperatorTrace(TorchDispatchMode):
         storages = {_storage(each) for each in [*operands, *written]}
         written += [each for each in _find_tensors(results) if _storage(each) not in storages]
         if written:  # all but views
-            self._kept += [*operands, *written]
             self.trace.stream(_distinct(operands), _distinct(written))
             self.num_operators += 1
         return results

@@ -13,6 +13,7 @@ gradients of weights are added chunk by chunk.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.iomodel._chain import ChainOperator, ChainPlan, chain
-from penstock.iomodel._levels import check_counts
-from penstock.memory import MachineProfile, probe
+from penstock.iomodel._levels import check_counts, this_machine
+from penstock.memory import MachineProfile
 
 Module = Callable[..., Tensor]
+_TIMED_ROWS = 32  # whose values stay in a cache, at most
 
 
 def run_chain(
@@ -32,7 +34,7 @@ def run_chain(
     x: Tensor,
     *row_args: Tensor,
     chunk_rows: int | None = None,
-    machine: MachineProfile | None = None,
+    plan: ChainPlan | None = None,
 ) -> Tensor:
     """Run modules one after the other on the rows of x, in chunks.
 
@@ -46,8 +48,8 @@ def run_chain(
             last one may return a number: the sum over its rows, such as a loss.
         x: Input, `(..., features)`; rows are all dimensions but the last.
         *row_args: Further arguments of the last module, such as labels, with a row for each of x.
-        chunk_rows: Rows of a chunk of all modules together; None: planned by `chain`.
-        machine: Of the plan; None: what `penstock.probe` measures.
+        chunk_rows: Rows of a chunk of all modules together; None: as `plan` has it.
+        plan: What `plan_chain` returned for such modules and rows; None: it plans here.
 
     Returns:
         The result, `(..., features)`, or the sum of the numbers.
@@ -58,14 +60,14 @@ def run_chain(
     rows, others = _flatten(x, row_args)
     check_counts(modules=len(modules), rows=len(rows))
     if chunk_rows is None:
-        plan = plan_chain(modules, x, *row_args, machine=machine)
+        plan = plan or plan_chain(modules, x, *row_args)
         segments = [(each.operators, each.chunk_rows) for each in plan.segments]
     else:
         check_counts(chunk_rows=chunk_rows)
         segments = [(tuple(range(len(modules))), chunk_rows)]
     for numbers, count in segments:
         extra = others if numbers[-1] == len(modules) - 1 else []
-        rows = _Segment([modules[at] for at in numbers], count, extra)(rows)
+        rows = _ChunkedModules([modules[at] for at in numbers], count, extra)(rows)
     return rows.reshape(*x.shape[:-1], *rows.shape[1:]) if rows.dim() else rows
 
 
@@ -81,7 +83,9 @@ def plan_chain(
     *row_args: Tensor,
     machine: MachineProfile | None = None,
 ) -> ChainPlan:
-    """Plan the chunks of a chain of modules, from a run of its first two rows.
+    """Plan the chunks of a chain of modules, from runs of its first rows, which are timed.
+
+    Where gradients are needed, the plan is of a step, forward and backward.
 
     Args:
         modules: The modules, as `run_chain` takes them.
@@ -90,31 +94,65 @@ def plan_chain(
         machine: Levels and rates; None: those of `penstock.probe`.
     """
     rows, others = _flatten(x.detach(), row_args)
-    value, few, operators = rows[:2], len(rows[:2]), []
+    value, operators = rows[:_TIMED_ROWS], []
     for number, module in enumerate(modules):
-        extra = [each[:2] for each in others] if number == len(modules) - 1 else []
-        with torch.no_grad(), FlopCounterMode(display=False) as flops:
-            value = module(value, *extra)
-        weights = module.parameters() if isinstance(module, nn.Module) else ()
-        operators.append(
-            ChainOperator(
-                name=getattr(module, "__name__", type(module).__name__),
-                row_bytes=max(1, value.nbytes // few),
-                weight_bytes=sum(each.nbytes for each in weights),
-                row_operations=flops.get_total_flops() // few,
-            )
-        )
+        extra = [each[: len(value)] for each in others] if number == len(modules) - 1 else []
+        operator, value = _describe(module, value, extra, needs_rows=x.requires_grad)
+        operators.append(operator)
     return chain(
         operators,
         len(rows),
-        machine or probe(),
+        machine or this_machine(),
         input_row_bytes=max(1, rows[:1].nbytes),
         num_threads=torch.get_num_threads(),
     )
 
 
+def _describe(
+    module: Module, rows: Tensor, extra: Sequence[Tensor], *, needs_rows: bool
+) -> tuple[ChainOperator, Tensor]:
+    """Return a module as an operator of a chain, and its result of some rows."""
+    weights = [*module.parameters()] if isinstance(module, nn.Module) else []
+    is_trained = torch.is_grad_enabled() and (
+        needs_rows or any(each.requires_grad for each in weights)
+    )
+    with torch.no_grad():
+        with FlopCounterMode(display=False) as flops:
+            result = module(rows, *extra)
+        seconds = 0.0
+        if not flops.get_total_flops():  # of a product the rate is known
+            seconds = min(_time(lambda: module(rows, *extra)) for _ in range(3)) / len(rows)
+    passes = 3 if is_trained else 1  # a backward pass takes as long as two forward passes
+    operator = ChainOperator(
+        name=getattr(module, "__name__", type(module).__name__),
+        row_bytes=max(1, result.nbytes // len(rows)),
+        weight_bytes=sum(map(_weight_traffic if is_trained else _nbytes, weights)),
+        row_operations=flops.get_total_flops() // len(rows) * passes,
+        row_seconds=seconds * passes,
+    )
+    return operator, result
+
+
+def _time(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _nbytes(weight: Tensor) -> int:
+    return weight.nbytes
+
+
+def _weight_traffic(weight: Tensor) -> int:
+    """Return the bytes that a chunk moves for a weight: two reads, and a gradient that is added.
+
+    The gradient of the chunk is written and read, and the sum read and written.
+    """
+    return weight.nbytes * (6 if weight.requires_grad else 2)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Segment:
+class _ChunkedModules:
     """Modules that run together, chunk by chunk.
 
     Attributes:
@@ -152,7 +190,7 @@ class _Segment:
             yield at, [each[at] for each in self.others]
 
 
-def _run_in_chunks(segment: _Segment, rows: Tensor, *weights: Tensor) -> Tensor:
+def _run_in_chunks(segment: _ChunkedModules, rows: Tensor, *weights: Tensor) -> Tensor:
     result: Any = _ChunkedSegment.apply(segment, rows, *weights)
     return result
 
@@ -161,7 +199,7 @@ class _ChunkedSegment(torch.autograd.Function):
     """A segment whose values are computed again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, segment: _Segment, rows: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, segment: _ChunkedModules, rows: Tensor, *weights: Tensor) -> Tensor:
         """Run all chunks; of sums, with the gradients of all operands."""
         state = torch.get_rng_state()
         ctx.segment, ctx.gradients = segment, None
@@ -200,7 +238,7 @@ class _ChunkedSegment(torch.autograd.Function):
 
 
 def _sum_with_gradients(
-    segment: _Segment, rows: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]
+    segment: _ChunkedModules, rows: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the sum over all chunks, and the gradients of rows and weights."""
     sums, total = _GradientSums(rows, weights, needed), rows.new_zeros(())
@@ -224,7 +262,7 @@ class _GradientSums:
         ]
 
     def add(
-        self, at: slice, segment: _Segment, others: Sequence[Tensor], gradient: Tensor | None
+        self, at: slice, segment: _ChunkedModules, others: Sequence[Tensor], gradient: Tensor | None
     ) -> Tensor:
         """Add the gradients of a chunk, computed again, and return its result."""
         last = segment.modules[-1]
