@@ -133,6 +133,13 @@ def test_the_examples_of_the_io_model_run_one_after_the_other(tmp_path):
     assert "two-pass" in said and "false lead" in said and "rows at a time" in said
 
 
+def test_the_examples_of_attention_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    examples = blocks("docs/attention.md")
+    assert len(examples) == 3
+    said = execute("\n".join(examples), tmp_path, monkeypatch, capsys)
+    assert "block-sparse attention" in said and "torch.Size([8, 1024])" in said
+
+
 def section(page: str, heading: str) -> str:
     text = (REPOSITORY / page).read_text()
     return text.split(f"## {heading}\n")[1].split("\n## ")[0]

@@ -13,6 +13,7 @@ from penstock._version import __version__
 if TYPE_CHECKING:
     from penstock import (
         activations,
+        attention,
         batching,
         errors,
         executor,
@@ -59,6 +60,7 @@ __all__ = [
     "UnifiedTensor",
     "__version__",
     "activations",
+    "attention",
     "batching",
     "bind",
     "capture",

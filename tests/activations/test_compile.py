@@ -224,7 +224,9 @@ def test_inductor(store, policy):
         found = train(model, model)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
-    assert offload.report().bytes_written > 0
+    report = offload.report()
+    # "auto" does not wait: on a busy machine everything may be forwarded before it has left.
+    assert report.num_saved > 0 if policy == "auto" else report.bytes_written > 0
     # One for the first layer, whose input needs no gradient, and one for the others.
     assert counters["stats"]["unique_graphs"] == 2
     offload.close()

@@ -222,6 +222,52 @@ def test_calls_of_any_length_add_up(kind: str):
             torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("window", [1, 5, 16])
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+def test_windows_that_are_shorter_than_a_step(window: int, block_tokens: int):
+    config = make_model("gemma2").config
+    config.sliding_window = window
+    model, tokens = transformers.Gemma2ForCausalLM(config).eval(), make_prompt(66)["input_ids"]
+    with (
+        torch.no_grad(),
+        penstock.kv.cache(model, device_memory="64KiB", block_tokens=block_tokens) as cache,
+    ):
+        parts = [
+            model(input_ids=tokens[:, a:b], past_key_values=cache).logits
+            for a, b in ((0, 5), (5, 21), (21, 22), (22, 50), (50, 66))
+        ]
+        whole = model(input_ids=tokens).logits
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_that_share_keys(store: Path):
+    config = transformers.Gemma4TextConfig(
+        vocab_size=89,
+        vocab_size_per_layer_input=89,
+        hidden_size=64,
+        intermediate_size=96,
+        hidden_size_per_layer_input=8,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=32,
+        sliding_window=21,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        num_kv_shared_layers=3,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model, prompt = transformers.Gemma4ForCausalLM(config).eval(), make_prompt(90)
+    theirs = generate(model, prompt, 24)
+    for chunk in (None, 7, 33):
+        with make_cache(model, "128KiB", store=store) as cache:
+            ours = generate(model, prompt, 24, past_key_values=cache, prefill_chunk_size=chunk)
+            assert_same(ours, theirs)
+            assert cache.report().num_layers == 2
+
+
 def test_crop_and_reset():
     model, prompt = make_model("llama"), make_prompt(100, batch_size=1)
     with make_cache(model) as cache, torch.no_grad():
@@ -282,6 +328,9 @@ def test_a_model_without_the_cache_computes_as_before():
         theirs = generate(model, prompt, 6)
         with make_cache(model):
             assert_same(generate(model, prompt, 6), theirs)
+            if kind != "t5":  # of which Transformers makes no static cache on the CPU
+                static = generate(model, prompt, 6, cache_implementation="static")
+                assert_same(static, theirs)
 
 
 def test_the_models_attention_comes_back():

@@ -47,6 +47,13 @@ def test_wrong_results_are_named(blocks, error, message):
         checked(blocks).select(draw_query(), 0, FakePool(NUM_BLOCKS))
 
 
+def test_a_query_that_a_function_changes_is_not_the_one_of_attention():
+    query = draw_query()
+    before = query.clone()
+    CheckedSelector(lambda query, *_: (query.zero_(), None)[1]).select(query, 0, FakePool(4))
+    assert torch.equal(query, before)
+
+
 def test_what_is_neither_function_nor_selector_is_refused():
     with pytest.raises(TypeError, match="must be a function"):
         CheckedSelector(5)

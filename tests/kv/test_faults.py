@@ -125,6 +125,32 @@ def test_interrupts_at_any_moment(what: str, store: Path):
     assert os.listdir(store) == []
 
 
+def test_a_forked_process_is_refused(store: Path):
+    model, prompt = make_model("llama"), make_prompt(200)
+    theirs = generate(model, prompt, 5)
+    with make_cache(model, store) as cache:
+        assert_same(generate(model, prompt, 5, past_key_values=cache), theirs)
+        process = os.fork()
+        if process == 0:  # no thread of the cache lives here
+            signal.alarm(20)
+            code = 1
+            for change in (lambda: cache.crop(-1), cache.reset, lambda: cache.save(store / "x")):
+                try:
+                    change()
+                except PenstockError as error:
+                    code += "fork" in str(error)
+            cache.close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 4
+        cache.reset()
+        assert_same(generate(model, prompt, 5, past_key_values=cache), theirs)
+
+
+def call_twice(model: Any, tokens: torch.Tensor, cache: Any) -> None:
+    for _ in range(2):
+        model(input_ids=tokens, past_key_values=cache)
+
+
 def test_a_call_that_ends_in_the_middle(monkeypatch: pytest.MonkeyPatch):
     """Between two layers, where only their lengths say so."""
     model, prompt = make_model("llama"), make_prompt(50, batch_size=1)
@@ -143,8 +169,8 @@ def test_a_call_that_ends_in_the_middle(monkeypatch: pytest.MonkeyPatch):
 
             with monkeypatch.context() as patch:
                 patch.setattr(mlp, "forward", stop)
-                with pytest.raises(ZeroDivisionError):
-                    generate(model, prompt, 5, past_key_values=cache)
+                with pytest.raises(ZeroDivisionError), torch.no_grad():
+                    call_twice(model, prompt["input_ids"], cache)
             with pytest.raises((PenstockError, ValueError), match=r"reset\(\)"):
                 generate(model, prompt, 5, past_key_values=cache)
             if num_calls % 2:  # in the first of two layers
@@ -158,7 +184,8 @@ def test_a_call_that_ends_in_the_middle(monkeypatch: pytest.MonkeyPatch):
             assert_same(generate(model, prompt, 5, past_key_values=cache), theirs)
 
 
-def test_tokens_that_an_interrupted_caller_never_got():
+@pytest.mark.parametrize("error", [Interrupted, RuntimeError])
+def test_tokens_that_an_interrupted_caller_never_got(error: type[BaseException]):
     model, prompt = make_model("llama"), make_prompt(50, batch_size=1)
     other = {"input_ids": torch.cat([prompt["input_ids"], torch.full((1, 30), 7)], 1)}
     theirs = generate(model, other, 5)
@@ -169,13 +196,13 @@ def test_tokens_that_an_interrupted_caller_never_got():
         def put(self, _: torch.Tensor) -> None:
             self.num_tokens += 1
             if self.num_tokens == 6:
-                raise Interrupted
+                raise error
 
         def end(self) -> None:
             pass
 
     with make_cache(model, None) as cache:
-        with pytest.raises(Interrupted):
+        with pytest.raises(error):
             generate(model, prompt, 9, past_key_values=cache, streamer=Streamer())
         with pytest.raises(PenstockError, match="interrupted"):
             generate(model, other, 5, past_key_values=cache)
@@ -268,6 +295,7 @@ def test_errors_of_the_disk(what: str, at: int, store: Path, monkeypatch: pytest
     with make_cache(model, store) as cache:
         with monkeypatch.context() as patch:
             patch.setattr(_transfers, f"_p{what}v", fail)
+            patch.setattr(_transfers, "can_queue_reads", lambda: False)
             with pytest.raises((StoreReadError, StoreWriteError)):
                 generate(model, prompt, 8, past_key_values=cache)
         with pytest.raises((PenstockError, ValueError), match="reset"):

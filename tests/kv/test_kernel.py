@@ -307,7 +307,7 @@ def test_parts_add_up_to_the_whole(way, dtype):
     call = RecordAttention(case.query, dtype, case.block_tokens, case.value_dim, case.scale, None)
     assert not call.has_parts
     for some in (slice(0, 2), slice(2, 3), slice(3, 3), slice(3, 5)):
-        call.add(case.addresses[..., some], case.counts[..., some], num_threads=1)
+        call.add(case.addresses[..., some], case.counts[..., some])
     torch.testing.assert_close((call.out, call.lse), expected[:2], rtol=1e-5, atol=1e-5)
 
 

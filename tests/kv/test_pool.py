@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ from penstock.kv._attend import attend_pool
 from penstock.kv._partial import ScoreRule, attend, merge, score, weigh
 from penstock.kv._visibility import Visibility
 from penstock.memory import FileStore, _transfers
+from penstock.memory._read_queue import QueuedReads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIM = 4
@@ -229,6 +232,24 @@ def test_a_store_that_is_too_small(store: Path):
     pool.close()
 
 
+def finish_with_nothing(
+    reads: QueuedReads, finish: Callable[[QueuedReads], np.ndarray] = QueuedReads.finish
+) -> np.ndarray:
+    """Let none of the reads be whole, so that each is repeated."""
+    return np.zeros_like(finish(reads))
+
+
+def test_reads_that_are_repeated(store: Path, monkeypatch: pytest.MonkeyPatch):
+    pool = BlockPool(device_memory="32KiB", store=store, block_tokens=16)
+    fill(pool)
+    query = torch.rand(1, 2, 1, 32)
+    right = attend_pool(pool, 0, query, ScoreRule(1.0), Visibility())
+    monkeypatch.setattr(QueuedReads, "finish", finish_with_nothing)
+    again = attend_pool(pool, 0, query, ScoreRule(1.0), Visibility())
+    torch.testing.assert_close(again, right, rtol=1e-5, atol=1e-6)
+    pool.close()
+
+
 def test_a_read_error(store: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -238,6 +259,7 @@ def test_a_read_error(store: Path, monkeypatch: pytest.MonkeyPatch):
     right = step(pool)
     assert torch.isfinite(right).all()
     monkeypatch.setattr(_transfers, "_preadv", refuse)
+    monkeypatch.setattr(QueuedReads, "finish", finish_with_nothing)
     with pytest.raises(StoreReadError):
         step(pool)
     monkeypatch.undo()

@@ -29,7 +29,7 @@ from penstock.kv._partial import ScoreRule
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._visibility import Visibility
 from penstock.kv.selectors import DoubleSparsity, Nosa
-from penstock.memory import _transfers
+from penstock.memory import StartedReads, _transfers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK, DIM, HEADS, LENGTH = 4, 8, 2, 30
@@ -356,7 +356,7 @@ def test_a_limit_while_it_is_saved(tmp_path: Path):
     pool.close()
 
 
-@pytest.mark.parametrize("event", ["write", "read"])
+@pytest.mark.parametrize("event", ["write", "read", "queued read"])
 def test_interrupts_while_it_is_saved(
     event: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -365,9 +365,10 @@ def test_interrupts_while_it_is_saved(
     for at in range(0, 12, 3):
         pool = make_pool(store=store, device_memory="40KiB")
         right, left = step(pool), at
-        original = getattr(_transfers, f"_p{event}v")
+        owner, name = (StartedReads, "exception") if "q" in event else (_transfers, f"_p{event}v")
+        original = getattr(owner, name)
 
-        def interrupt(*args: Any, original: Any = original) -> int:
+        def interrupt(*args: Any, original: Any = original) -> Any:
             nonlocal left
             left -= 1
             if left < 0:
@@ -375,7 +376,9 @@ def test_interrupts_while_it_is_saved(
             return original(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(_transfers, f"_p{event}v", interrupt)
+            patch.setattr(owner, name, interrupt)
+            if event == "read":
+                patch.setattr(_transfers, "can_queue_reads", lambda: False)
             with contextlib.suppress(KeyboardInterrupt):
                 pool.save(tmp_path / "prefix")
         if left < 0:

@@ -104,6 +104,7 @@ class Reads:
             return preadv(fd, buffers, offset)
 
         monkeypatch.setattr(_transfers, "_preadv", read)
+        monkeypatch.setattr(_transfers, "can_queue_reads", lambda: False)
 
     def of(self, model: Model, layer: int) -> set[int]:
         """Return the offsets at which a step begins to read a layer, and not another one."""

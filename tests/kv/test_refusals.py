@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import penstock
-from kv_models import generate, make_model, make_prompt, transformers
+from kv_models import assert_same, generate, make_model, make_prompt, transformers
 from penstock.errors import CapacityError, InfeasibleError, PenstockError
 from penstock.kv.transformers._layer import KeysPlaceholder
 
@@ -69,6 +71,15 @@ def test_a_model_that_computes_attention_itself():
         make_cache(model)
 
 
+def test_a_model_that_prepares_its_caches_itself():
+    sizes = {"vocab_size": 89, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = transformers.T5GemmaForConditionalGeneration(
+        transformers.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=89)
+    )
+    with pytest.raises(PenstockError, match="T5GemmaForConditionalGeneration prepares"):
+        make_cache(model)
+
+
 def test_layers_without_keys():
     settings = transformers.Lfm2Config(
         vocab_size=89,
@@ -81,6 +92,16 @@ def test_layers_without_keys():
     )
     with pytest.raises(PenstockError, match=r"layers of the types \['conv'\]"):
         make_cache(transformers.Lfm2ForCausalLM(settings))
+
+
+def test_layers_of_cross_attention_among_the_others():
+    settings = transformers.MllamaConfig().text_config
+    sizes = {"vocab_size": 89, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    special = {f"{name}_token_id": 0 for name in ("bos", "eos", "pad")}
+    sizes = {**sizes, **special, "num_attention_heads": 2, "num_key_value_heads": 2}
+    settings = type(settings)(**sizes, cross_attention_layers=[1])
+    with pytest.raises(PenstockError, match=r"layers of the types \['cross_attention'\]"):
+        make_cache(transformers.MllamaForCausalLM(settings))
 
 
 def test_what_is_no_model():
@@ -133,8 +154,11 @@ def test_uses_of_the_mask():
             past_key_values=cache,
         )
         assert (mask.shape, mask.dtype) == ((1, 1, 4, 4), torch.bool)
-        with pytest.raises(PenstockError, match="cuts the attention mask"):
-            mask[:, :, :2]
+        assert mask[:, :, -1:].shape == (1, 1, 1, 4)
+        assert mask[:, :, 1:3, :4].in_memory()[0, 0].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+        for index in ((..., slice(2)), 0, (slice(None),) * 3 + (slice(2),), (0, 0)):
+            with pytest.raises(PenstockError, match="cuts the attention mask"):
+                mask[index]
         with pytest.raises(AttributeError, match="'to'"):
             mask.to(torch.float32)
         uses = (
@@ -147,6 +171,59 @@ def test_uses_of_the_mask():
         for use in uses:
             with pytest.raises(PenstockError, match="computes with"):
                 use()
+
+
+def test_copies():
+    for kind in ("llama", "t5"):
+        model = make_model(kind)
+        with make_cache(model) as cache:
+            for each in (cache, cache.pool):
+                for make in (copy.copy, copy.deepcopy, pickle.dumps):
+                    with pytest.raises(PenstockError, match=r"cannot be copied or.*prefix="):
+                        make(each)
+
+
+def test_a_cache_of_another_model():
+    first, second, prompt = make_model("llama"), make_model("gemma3"), make_prompt(100)
+    theirs = generate(first, prompt, 4)
+    with make_cache(first) as own, make_cache(second) as other:
+        with pytest.raises(PenstockError, match=r"for a Gemma3ForCausalLM.*LlamaAttention"):
+            generate(first, prompt, 4, past_key_values=other)
+        assert_same(generate(first, prompt, 4, past_key_values=own), theirs)
+
+
+def test_steps_that_add_all_tokens_again():
+    model, prompt = make_model("llama"), make_prompt(20)
+    with make_cache(model) as cache:
+        with pytest.raises(ValueError, match="use_cache=False"):
+            generate(model, prompt, 4, past_key_values=cache, use_cache=False)
+        model.generation_config.use_cache = False
+        with pytest.raises(ValueError, match="use_cache=False"):
+            generate(model, prompt, 4, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+
+
+def test_other_inputs_of_an_encoder_than_those_of_the_cache():
+    model, prompt = make_model("t5"), make_prompt(30, num_padding=3)
+    with make_cache(model) as cache:
+        ours = generate(model, prompt, 4, past_key_values=cache)
+        tokens = torch.cat([ours.sequences, ours.sequences[:, -1:]], 1)
+        more = {"decoder_input_ids": tokens, "decoder_attention_mask": torch.ones_like(tokens)}
+        other = {**prompt, **more, "input_ids": prompt["input_ids"].flip(1)}
+        with pytest.raises(ValueError, match=r"other input_ids.*reset\(\)"):
+            generate(model, other, 4, past_key_values=cache)
+        theirs = generate(model, {**prompt, **more}, 4)
+        assert_same(generate(model, {**prompt, **more}, 4, past_key_values=cache), theirs)
+        cache.reset()
+        assert_same(generate(model, other, 4, past_key_values=cache), generate(model, other, 4))
+
+
+def test_other_sequences_and_dtypes_than_those_of_the_cache():
+    model, tokens = make_model("llama"), make_prompt(20)["input_ids"]
+    with make_cache(model) as cache, torch.no_grad():
+        model(input_ids=tokens, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"2 sequences.*got 1 of.*reset\(\)"):
+            model(input_ids=tokens[:1], past_key_values=cache)
 
 
 def test_a_closed_cache():

@@ -16,7 +16,7 @@ from _fake_pool import (
 )
 from penstock.kv.selectors import ChannelCalibration, DoubleSparsity, Nosa
 from penstock.kv.selectors._nosa import pool_alike
-from penstock.kv.selectors._packing import pack_4bit, unpack_4bit
+from penstock.kv.selectors._packing import best_products, best_weights, pack, unpack
 
 NUM_BLOCKS = 10
 ALL_CHANNELS = [torch.arange(DIM).expand(HEADS, DIM)]
@@ -78,16 +78,50 @@ def test_labels_are_the_channels_of_each_head():
 
 def test_4bit_labels_are_within_half_a_step():
     labels = draw_keys(NUM_BLOCKS)[..., :6] * torch.tensor([1.0, 50, 0, 1e-3, 5, 1])
-    parts = pack_4bit(labels)
+    parts = pack(labels, 4)
     assert [part.dtype for part in parts] == [torch.uint8, torch.float16, torch.float16]
-    assert parts[0].shape == (BATCH, HEADS, NUM_BLOCKS, BLOCK, 3)
+    assert parts[0].shape == (BATCH, HEADS, NUM_BLOCKS, 3, BLOCK)
     step = (labels.amax(3) - labels.amin(3)) / 15
-    error = (unpack_4bit(parts) - labels).abs().amax(3)
+    error = (unpack(parts) - labels).abs().amax(3)
     # Half a step, and what float16 rounds off the step (16 times) and the offset.
     room = 0.5 * step + (labels.abs().amax(3) + 16 * step) * 2**-10 + 1e-6
     assert bool((error <= room).all())
     constant = torch.full((1, 1, 1, BLOCK, 2), 3.0)
-    assert torch.equal(unpack_4bit(pack_4bit(constant)), constant)
+    assert torch.equal(unpack(pack(constant, 4)), constant)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 11])
+@pytest.mark.parametrize(("num_tokens", "num_channels"), [(1, 2), (16, 64), (17, 6), (100, 24)])
+def test_packed_products_are_those_of_the_numbers(num_rows, num_tokens, num_channels, num_threads):
+    generator = torch.Generator().manual_seed(num_rows)
+    numbers = torch.randn(2, 3, 9, num_tokens, num_channels, generator=generator)
+    numbers[0, 1, 2] = 0.0
+    numbers[1, 0, 3] *= 1e-4  # steps that float16 holds as subnormal numbers
+    rows = torch.randn(2, 3, num_rows, num_channels, generator=generator)
+    # Of a larger room, as selectors keep them.
+    parts = [part[:, :, :7] for part in pack(numbers, 4)]
+    plain = pack(unpack(parts), None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        products, weights = best_products(rows, parts), best_weights(rows, parts)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(products, best_products(rows, plain), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weights, best_weights(rows, plain), rtol=1e-4, atol=1e-6)
+    assert torch.equal(products, best_products(rows, parts))
+
+
+def test_packed_products_without_a_compiler(monkeypatch):
+    numbers, rows = draw_keys(NUM_BLOCKS), torch.randn(BATCH, HEADS, 4, DIM)
+    parts = pack(numbers, 4)
+    expected = best_products(rows, parts), best_weights(rows, parts)
+    monkeypatch.setattr("penstock.kv.selectors._packing._library", lambda: None)
+    for found, wanted in zip(
+        (best_products(rows, parts), best_weights(rows, parts)), expected, strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from penstock.codegen._structs import struct_type, to_struct
 
 __all__ = [
     "THREADS",
+    "VECTORS",
     "ByteCount",
     "CacheEntry",
     "build_library",
@@ -31,3 +32,5 @@ __all__ = [
 
 THREADS = Path(__file__).with_name("threads.cpp")
 """C++ source of `parallel`, which works with torch's threads: the first one of a library's."""
+VECTORS = Path(__file__).with_name("vectors.cpp")
+"""C++ source of vectors of floats and functions of them; it comes before what uses it."""

@@ -94,9 +94,7 @@ def _attend_few(
     pages = state.table[b, c + step.first_block]
     is_repeated = selector is None and first_token == 0
     for items, addresses in pool.stream(layer, pages, h, is_repeated=is_repeated):
-        # One thread is faster than a file, and leaves a core to the threads that read it.
-        num_threads = None if len(items) == len(pages) else 1
-        step.attend(b[items], h[items], c[items], addresses, num_threads)
+        step.attend(b[items], h[items], c[items], addresses)
     if not step.has_tail and state.num_tail:
         none = np.zeros(0, dtype=np.int64)
         step.attend(none, none, none, none)
@@ -198,7 +196,6 @@ class _Step:
         h: np.ndarray,
         c: np.ndarray,
         addresses: np.ndarray,
-        num_threads: int | None = None,
     ) -> None:
         """Add the part of some records; the tail belongs to the first part."""
         state, layout = self._state, self._state.layout
@@ -219,7 +216,6 @@ class _Step:
             self._some(self._seen, first, last, with_tail=with_tail),
             self._some(self._bias, first, last, with_tail=with_tail),
             with_block_lse=self._is_noted,
-            num_threads=num_threads,
         )
         if block_lse is not None:
             self._block_lse.append((first, block_lse[..., : last - first]))
@@ -270,11 +266,12 @@ def _attend_many(
             keys, values = state.layout.split(state.tail)
             first = state.num_blocks * pool.block_tokens
             skipped = max(0, first_token - first)
-            some = slice(skipped, state.num_tail)
-            part = attend(
-                query, keys[:, :, some], values[:, :, some], rule, visibility, first + skipped
-            )
-            whole = [merge([*whole, part])]
+            if skipped < state.num_tail:
+                some = slice(skipped, state.num_tail)
+                part = attend(
+                    query, keys[:, :, some], values[:, :, some], rule, visibility, first + skipped
+                )
+                whole = [merge([*whole, part])]
     if fresh is not None:
         whole = [merge([*whole, attend(query, *fresh, rule, visibility, num_tokens)])]
     return whole[0] if whole else None

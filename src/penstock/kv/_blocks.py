@@ -51,7 +51,7 @@ class LayerBlocks:
         if self.layout != layout or self.batch_size != batch_size:
             raise ValueError(
                 f"layer {layer} holds {self.batch_size} sequences of {self.layout}; got "
-                f"{batch_size} of {layout}"
+                f"{batch_size} of {layout}; reset() it, or make a new one"
             )
 
     def fill_tail(self, keys: torch.Tensor, values: torch.Tensor) -> int:

@@ -16,10 +16,10 @@ from penstock.kv._residency import RecordResidency
 from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
 
-_BUFFER_BYTES = 4 * 2**20
+_BUFFER_BYTES = 2**20
 _LEAST_BUFFER_BYTES = 2**20  # of smaller ones there are no more than two
 _STAGING_SHARE = 2  # of the budget: the buffers take at most 1 / this
-_MOST_BUFFERS = 4
+_MOST_BUFFERS = 8
 
 
 @dataclass(eq=False)
@@ -41,7 +41,6 @@ class DeviceTier:
         pages: Places of pages below.
         lower: The tiers below.
         ledger: Account of bytes.
-        half_life: Steps after which a touch of a record counts half for admission.
     """
 
     def __init__(
@@ -50,15 +49,12 @@ class DeviceTier:
         pages: PageTable,
         lower: PageTiers,
         ledger: Ledger,
-        *,
-        half_life: float,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.selector_bytes = 0
         self._pages = pages
         self._lower = lower
         self._ledger = ledger
-        self._half_life = half_life
         self._residents: dict[BlockLayout, _Residents] = {}
         self._slot_bytes = 0
         self.version = 0  # of the places of records: a change makes other numbers
@@ -262,7 +258,7 @@ class DeviceTier:
         residents = self._residents.get(layout)
         if residents is None:
             left = max(0, self.budget_bytes - self.staging_bytes - self.selector_bytes)
-            residency = RecordResidency(left // layout.record_bytes, half_life=self._half_life)
+            residency = RecordResidency(left // layout.record_bytes)
             residents = _Residents(residency, SlotMemory(layout.record_bytes))
             self._residents[layout] = residents
         return residents

@@ -176,13 +176,9 @@ class InputPages:
         below = self._pages.host[inputs] != 0
         addresses = buffer.area.address + slots
         copy_pieces(addresses[below], self._pages.host[inputs[below]], page_bytes)
-        self._lower.read(
-            inputs[~below],
-            np.zeros(int((~below).sum()), np.int64),
-            self.layout(layer),
-            buffer,
-            offsets=slots[~below],
-        )
+        in_file = inputs[~below]
+        stored = self._lower.locate(in_file, np.zeros_like(in_file), self.layout(layer))
+        self._lower.read(stored, buffer, slots[~below])
         return ComputedPages(layer, inputs, places, len(records), len(buffer.pending))
 
     def finish(self, computed: ComputedPages, layout: BlockLayout, buffer: TransferBuffer) -> None:

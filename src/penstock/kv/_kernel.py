@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.codegen import THREADS, load_optional_library
+from penstock.codegen import THREADS, VECTORS, load_optional_library
 from penstock.kv._partial import merge
 from penstock.memory.raw_memory import copy_bytes
 
@@ -129,9 +129,8 @@ class RecordAttention:
         bias: Tensor | None = None,
         *,
         with_block_lse: bool = False,
-        num_threads: int | None = None,
     ) -> Tensor | None:
-        """Attend to further records, by so many threads (None: torch's).
+        """Attend to further records, by torch's threads.
 
         Returns:
             The log-sum-exps of each record, where they are wanted.
@@ -143,12 +142,11 @@ class RecordAttention:
         block_lse = torch.empty(*self.lse.shape, addresses.shape[2]) if with_block_lse else None
         if self.out.numel() > 0:
             library = _library()
-            num_threads = torch.get_num_threads() if num_threads is None else num_threads
             call = (addresses, counts, visible, bias, block_lse)
             if library is None:
                 _check_counts(counts, self._block_tokens)
                 self._add_by_torch(*call)
-            elif not library.penstock_attend_records(self._pack(*call, num_threads)):
+            elif not library.penstock_attend_records(self._pack(*call)):
                 _check_counts(counts, self._block_tokens)
             self.has_parts = True
         return block_lse
@@ -160,7 +158,6 @@ class RecordAttention:
         visible: Tensor | None,
         bias: Tensor | None,
         block_lse: Tensor | None,
-        num_threads: int,
     ) -> bytes:
         batch, heads, num_tokens, key_dim = self._query.shape
         kv_heads = addresses.shape[1]
@@ -170,7 +167,7 @@ class RecordAttention:
             *(self.out.data_ptr(), self.lse.data_ptr(), _pointer(block_lse)),
             *(batch, kv_heads, heads // kv_heads * num_tokens, num_tokens),
             *(addresses.shape[2], self._block_tokens, key_dim, self.out.shape[3]),
-            *(self._kind, num_threads, self.has_parts),
+            *(self._kind, torch.get_num_threads(), self.has_parts),
             *((0, 0, 0) if visible is None else visible.stride()[:3]),
             *((0, 0, 0) if bias is None else bias.stride()[:3]),
             *(self._scale, self._softcap),
@@ -383,7 +380,7 @@ def _read_records(
 def _library() -> ctypes.CDLL | None:
     return load_optional_library(
         "kv_attention",
-        [THREADS, Path(__file__).with_name("attention.cpp")],
+        [THREADS, VECTORS, Path(__file__).with_name("attention.cpp")],
         flags=("-O3", "-march=native"),
         functions={
             "penstock_attend_records": (ctypes.c_int, [ctypes.c_char_p]),

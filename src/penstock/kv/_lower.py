@@ -7,6 +7,7 @@ the file, so that a run of missing records is one read.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,13 +21,15 @@ from penstock.kv._areas import Area, SlotMemory
 from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
 from penstock.kv._prefix_file import PrefixFile, PrefixRecords, SavedLayer
-from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, Tier
+from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, StartedReads, Tier
 from penstock.units import format_bytes
 
-NUM_THREADS = 4
-"""Reads that are under way at once, which keep the queue of a disk full."""
+_NUM_THREADS = 4  # reads that are under way at once, at least, which keep a disk busy
 _FIRST_SEGMENT_BYTES = 256 * 1024
 _SEGMENT_BYTES = 4 * 2**20
+
+
+_Piece = tuple[Extent | PrefixRecords, int, int, int]  # what is read, address, bytes, first byte
 
 
 class TransferBuffer:
@@ -40,22 +43,26 @@ class TransferBuffer:
 
     def __init__(self, area: Area) -> None:
         self.area = area
-        self.pending: list[Future[None]] = []
+        self.pending: list[Future[None] | StartedReads] = []
         self.reads: list[tuple[int, int, int]] = []
 
     @property
     def is_moving(self) -> bool:
         """True while transfers are under way."""
-        return not all(future.done() for future in self.pending)
+        return not all(transfer.done() for transfer in self.pending)
 
     def wait(self, num_transfers: int | None = None) -> None:
         """Wait for its first transfers, or all; the first error is raised when they have ended."""
-        pending = self.pending[:num_transfers]
-        self.pending = self.pending[len(pending) :]
-        errors = [future.exception() for future in pending]
-        for error in errors:
+        errors = []
+        for transfer in self.pending[:num_transfers]:
+            error = transfer.exception()
+            self.pending.remove(transfer)
             if error is not None:
-                raise error
+                errors.append(error)
+            elif isinstance(transfer, StartedReads):
+                self.reads.append((transfer.num_bytes, transfer.start_ns, transfer.end_ns))
+        if errors:
+            raise errors[0]
 
 
 @dataclass(eq=False)
@@ -74,6 +81,40 @@ class Segment:
     def is_prefix(self) -> bool:
         """True for pages of a prefix file."""
         return isinstance(self.extent, PrefixRecords)
+
+
+@dataclass(frozen=True, eq=False)
+class FileRecords:
+    """Places of records in the file.
+
+    Attributes:
+        num_bytes: Bytes of each.
+        segments: Segment of each, int32.
+        begins: First byte there, int64.
+        follows: Whether it begins where the one before it ends, bool.
+    """
+
+    num_bytes: int
+    segments: np.ndarray
+    begins: np.ndarray
+    follows: np.ndarray
+
+    def __getitem__(self, some: slice) -> FileRecords:
+        parts = self.segments[some], self.begins[some], self.follows[some]
+        return FileRecords(self.num_bytes, *parts)
+
+    def find_runs(self, places: np.ndarray | None, most: int) -> np.ndarray:
+        """Return the numbers of records that begin a run: one after the other in file and buffer.
+
+        Args:
+            places: First byte of each in the buffer, int64; None for one after the other.
+            most: Records of a run.
+        """
+        is_start = ~self.follows
+        if places is not None:
+            is_start[1:] |= places[1:] - places[:-1] != self.num_bytes
+        is_start[::most] = True
+        return is_start.nonzero()[0]
 
 
 class PageTable:
@@ -139,6 +180,8 @@ class PageTiers:
         host_bytes: The most bytes of host memory; None: no limit.
         store: Directory of the file; None: no file.
         prefix: A further file, whose pages are only read; closed with the others.
+        times_reads: Whether the ledger's bandwidth is used, so that reads have to end when they
+            end and not when that is seen.
 
     Attributes:
         prefix_bytes: Bytes of the pages in use that are in the prefix file.
@@ -152,9 +195,12 @@ class PageTiers:
         host_bytes: int | None,
         store: FileStore | str | None,
         prefix: PrefixFile | None = None,
+        times_reads: bool = False,
     ) -> None:
         self._pages = pages
         self._ledger = ledger
+        # Records of a prefix file are compared with checksums, by the threads that read them.
+        self._may_queue = not times_reads and prefix is None
         self._host_bytes = host_bytes
         self._host_used_bytes = 0
         self._host: dict[BlockLayout, SlotMemory] = {}
@@ -221,50 +267,56 @@ class PageTiers:
             )
             offset += num_bytes
 
+    def locate(self, pages: np.ndarray, heads: np.ndarray, layout: BlockLayout) -> FileRecords:
+        """Return where records are in the file.
+
+        Args:
+            pages: Page of each record, int64; all of them in the file.
+            heads: Head of each, int64.
+            layout: Their layout.
+        """
+        segments = self._pages.segment[pages]
+        begins = (self._pages.place[pages] * layout.num_heads + heads) * layout.record_bytes
+        follows = np.zeros(len(pages), dtype=bool)
+        follows[1:] = begins[1:] - begins[:-1] == layout.record_bytes
+        follows[1:] &= segments[1:] == segments[:-1]
+        return FileRecords(layout.record_bytes, segments, begins, follows)
+
     def read(
         self,
-        pages: np.ndarray,
-        heads: np.ndarray,
-        layout: BlockLayout,
+        records: FileRecords,
         buffer: TransferBuffer,
-        offsets: np.ndarray,
-        num_threads: int = 1,
+        places: np.ndarray | None = None,
+        num_buffers: int = 1,
     ) -> None:
         """Start to read records from the file into a buffer.
 
         The bytes are counted when `count_reads` is called for the buffer.
 
         Args:
-            pages: Page of each record, int64; all of them in the file.
-            heads: Head of each, int64.
-            layout: Their layout.
+            records: Where they are.
             buffer: Memory for all of them.
-            offsets: Place of each in the buffer in bytes, int64.
-            num_threads: Threads that divide them.
+            places: First byte of each in the buffer, int64; None for one after the other.
+            num_buffers: Buffers that are read into at the same time.
         """
-        if not len(pages):
+        count, num_bytes = len(records.begins), records.num_bytes
+        if not count:
             return
-        record = layout.record_bytes
-        segments = self._pages.segment[pages]
-        begins = (self._pages.place[pages] * layout.num_heads + heads) * record
-        share = -(-len(pages) // num_threads)
-        is_start = np.ones(len(pages), dtype=bool)
-        is_apart = (np.diff([begins, offsets]) != record).any(0)
-        is_start[1:] = is_apart | (np.diff(segments) != 0)
-        is_start[::share] = True
-        starts = np.flatnonzero(is_start)
-        lengths = dict(zip(starts.tolist(), np.diff(starts, append=len(pages)), strict=True))
-        for tasks in np.split(starts, np.searchsorted(starts, range(share, len(pages), share))):
-            pieces = [
-                (
-                    self._segments[int(segments[at])].extent,
-                    buffer.area.address + int(offsets[at]),
-                    int(lengths[at]) * record,
-                    int(begins[at]),
-                )
-                for at in tasks.tolist()
-            ]
-            buffer.pending.append(self._submit(self._read_pieces, buffer, pieces))
+        queue = self._file if self._may_queue and self._file is not None else None
+        queue = queue if queue is not None and queue.queues_reads else None
+        share = count if queue is not None else -(-count // max(1, _NUM_THREADS // num_buffers))
+        starts = records.find_runs(places, share)
+        lengths = np.append(starts[1:], count) - starts
+        to = starts * num_bytes if places is None else places[starts]
+        numbers = [to + buffer.area.address, lengths * num_bytes, records.begins[starts]]
+        extents = [self._segments[number].extent for number in records.segments[starts].tolist()]
+        pieces = list(zip(extents, *(each.tolist() for each in numbers), strict=True))
+        if queue is not None:
+            buffer.pending.append(queue.start_reads(pieces, buffer.area))
+            return
+        ends = np.searchsorted(starts, np.arange(share, count + share, share)).tolist()
+        for first, end in itertools.pairwise([0, *ends]):
+            buffer.pending.append(self._submit(self._read_pieces, buffer, pieces[first:end]))
 
     def count_reads(self, buffer: TransferBuffer) -> int:
         """Record the reads into a buffer that have ended; return their bytes."""
@@ -368,7 +420,7 @@ class PageTiers:
 
     def _submit(self, function: Callable[..., None], *args: object) -> Future[None]:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="penstock-kv")
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-kv")
         return self._threads.submit(function, *args)
 
     def _write(
@@ -383,24 +435,12 @@ class PageTiers:
             raise
         self._ledger.record_transfer(Link.DEVICE_TO_FILE, num_bytes, start_ns)
 
-    def _read_pieces(
-        self, buffer: TransferBuffer, pieces: list[tuple[Extent | PrefixRecords, int, int, int]]
-    ) -> None:
-        for piece in pieces:
-            self._read(buffer, *piece)
-
-    def _read(
-        self,
-        buffer: TransferBuffer,
-        extent: Extent | PrefixRecords,
-        address: int,
-        num_bytes: int,
-        begin: int,
-    ) -> None:
-        start_ns = time.perf_counter_ns()
-        if isinstance(extent, PrefixRecords):
-            extent.read(begin, address, num_bytes)
-        else:
-            assert self._file is not None
-            self._file.read(extent, address, num_bytes, begin)
-        buffer.reads.append((num_bytes, start_ns, time.perf_counter_ns()))
+    def _read_pieces(self, buffer: TransferBuffer, pieces: list[_Piece]) -> None:
+        for extent, address, num_bytes, begin in pieces:
+            start_ns = time.perf_counter_ns()
+            if isinstance(extent, PrefixRecords):
+                extent.read(begin, address, num_bytes)
+            else:
+                assert self._file is not None
+                self._file.read(extent, address, num_bytes, begin)
+            buffer.reads.append((num_bytes, start_ns, time.perf_counter_ns()))

@@ -26,12 +26,13 @@ from penstock.kv._report import PoolReport
 from penstock.kv._resident import ResidentLayer
 from penstock.kv._selector import name_of, resolve_selector
 from penstock.kv._tiers import PoolTiers
+from penstock.kv._uncopied import Owner
 from penstock.memory import FileStore, Ledger, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
 from penstock.units import parse_bytes
 
 
-class BlockPool:
+class BlockPool(Owner):
     """Keys and values in blocks, over a device tier with a hard budget and tiers below.
 
     Example:
@@ -82,6 +83,7 @@ class BlockPool:
         recompute: Recompute | None = None,
         prefix: PrefixFile | str | os.PathLike[str] | None = None,
     ) -> None:
+        super().__init__()
         if torch.device(device).type != "cpu":
             raise ValueError(f"device must be 'cpu', the only one that is supported; got {device}")
         if block_tokens < 1:
@@ -109,7 +111,6 @@ class BlockPool:
             recompute=recompute,
         )
         self._failure: BaseException | None = None
-        self._closed = False
         self._tiers = self._make_tiers(prefix=prefix)
         if prefix is not None:
             try:
@@ -252,9 +253,7 @@ class BlockPool:
         """
         if repeats < 1:
             raise ValueError(f"repeats must be at least 1; got {repeats}")
-        sizes = {
-            self.batch_size(layer) for layer in self._layers if layers is None or layer in layers
-        }
+        sizes = {self.batch_size(i) for i in self._layers if layers is None or i in layers}
         if len(sizes) == 1:
             self.reorder(torch.arange(sizes.pop()).repeat_interleave(repeats), layers)
 
@@ -273,8 +272,7 @@ class BlockPool:
         Args:
             layers: Layers to reset; None: all. After a failure all are reset.
         """
-        if self._closed:
-            raise PenstockError("this pool is closed; make a new one")
+        self.check_open()
         with self._change():
             if self._failure is not None or self._tiers.lower.failure is not None:
                 self._start_anew()
@@ -386,7 +384,8 @@ class BlockPool:
         """Give back all memory and the file. Further calls do nothing."""
         if not self._closed:
             self._closed = True
-            self._tiers.close()
+            if not self.is_forked:
+                self._tiers.close()
             self._layers.clear()
 
     def fail(self, error: BaseException) -> None:
@@ -394,9 +393,8 @@ class BlockPool:
         self._failure = error
 
     def check_usable(self) -> None:
-        """Raise an error if the pool is closed, or lost tokens when a tier failed."""
-        if self._closed:
-            raise PenstockError("this pool is closed; make a new one")
+        """Raise an error if the pool is closed, of another process, or lost tokens."""
+        self.check_open()
         failure = self._failure or self._tiers.lower.failure
         if failure is not None:
             raise PenstockError(

@@ -19,8 +19,10 @@ from penstock.kv._device import DeviceTier
 from penstock.kv._inputs import ComputedPages, InputPages
 from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import NUM_THREADS, PageTable, PageTiers, TransferBuffer
+from penstock.kv._lower import FileRecords, PageTable, PageTiers, TransferBuffer
 from penstock.memory import Ledger, Link
+
+_MERGED_BYTES = 2**19  # of groups that are attended to together
 
 Groups = Iterator[tuple[np.ndarray, np.ndarray]]
 
@@ -57,17 +59,26 @@ class _FileReads:
         groups: Groups of them whose reads were started, and that were not taken yet.
     """
 
-    def __init__(self, layout: BlockLayout, records: np.ndarray, per_buffer: int) -> None:
+    def __init__(
+        self, layout: BlockLayout, records: np.ndarray, stored: FileRecords, per_buffer: int
+    ) -> None:
         self.layout = layout
         self.records = records
+        self._stored = stored
         self.groups: list[_Group] = []
         self._per_buffer = per_buffer
         self._num_started = 0
 
     @property
-    def next_records(self) -> np.ndarray:
-        """Records of the group after those that were started."""
-        return self.records[self._num_started : self._num_started + self._per_buffer]
+    def num_left(self) -> int:
+        """Records that were not started."""
+        return len(self.records) - self._num_started
+
+    @property
+    def next_records(self) -> tuple[np.ndarray, FileRecords]:
+        """Records of the group after those that were started, and where they are."""
+        some = slice(self._num_started, self._num_started + self._per_buffer)
+        return self.records[some], self._stored[some]
 
     def start(self, group: _Group) -> None:
         """Add a group, whose reads were started."""
@@ -264,7 +275,8 @@ class BlockReads:
         begin_ns = time.perf_counter_ns()
         groups[0].buffer.wait()
         self._ledger.record_stall("read", begin_ns, time.perf_counter_ns())
-        num_ready, most = 1, max(1, self._device.num_buffers // 2)
+        most = min(self._device.num_buffers // 2, _MERGED_BYTES // self._device.buffer_bytes)
+        num_ready = 1
         while num_ready < min(most, len(groups)) and not groups[num_ready].buffer.is_moving:
             groups[num_ready].buffer.wait()
             self._compute(groups[num_ready], layout)
@@ -287,7 +299,7 @@ class BlockReads:
 
     def _take_plan(self, layout: BlockLayout, records: np.ndarray) -> _FileReads:
         """Return a plan to read records, some of which were read ahead where they are the same."""
-        plan = _FileReads(layout, records, self._per_buffer(layout, records))
+        plan = self._plan(layout, records)
         if self._ahead is not None:
             groups = self._ahead.groups
             ahead = np.concatenate([group.records for group in groups])
@@ -299,9 +311,16 @@ class BlockReads:
                 self.drop_ahead()
         return plan
 
+    def _plan(self, layout: BlockLayout, records: np.ndarray) -> _FileReads:
+        stored = self._locate(layout, records)
+        return _FileReads(layout, records, stored, self._per_buffer(layout, records))
+
+    def _locate(self, layout: BlockLayout, records: np.ndarray) -> FileRecords:
+        return self._lower.locate(*np.divmod(records, layout.num_heads), layout)
+
     def _keep_reading(self, plan: _FileReads, layer: int | None) -> None:
         """Start reads while there are idle buffers: of this layer, then of the next one."""
-        while self._device.num_idle and len(plan.next_records):
+        while self._device.num_idle and plan.num_left:
             self._read_group(plan)
         # One is left to writes, so that they never wait for what is read ahead.
         if layer is None or self._device.num_idle < 2 or self._device.is_writing:
@@ -312,24 +331,23 @@ class BlockReads:
                 return
             self._read_group(ahead)
             self._ahead = ahead
-        while self._device.num_idle > 1 and len(self._ahead.next_records):
+        while self._device.num_idle > 1 and self._ahead.num_left:
             self._read_group(self._ahead)
 
     def _read_group(self, plan: _FileReads) -> None:
-        records = plan.next_records
+        records, stored = plan.next_records
         buffer = self._device.take_buffer()
         computed = None
         if self._inputs is not None:
             computed = self._inputs.start(plan.layout, records, buffer)
         plan.start(_Group(records, buffer, computed))
-        offsets = np.arange(len(records)) * plan.layout.record_bytes
+        places = None
         if computed is not None:
             is_read = np.ones(len(records), dtype=bool)
             is_read[computed.places] = False
-            records, offsets = records[is_read], offsets[is_read]
-        pages, heads = np.divmod(records, plan.layout.num_heads)
-        num_threads = max(1, NUM_THREADS // self._device.num_buffers)
-        self._lower.read(pages, heads, plan.layout, buffer, offsets, num_threads)
+            stored = self._locate(plan.layout, records[is_read])
+            places = np.flatnonzero(is_read) * plan.layout.record_bytes
+        self._lower.read(stored, buffer, places, self._device.num_buffers)
 
     def _per_buffer(self, layout: BlockLayout, records: np.ndarray) -> int:
         """Return how many of the records of one layer a buffer holds."""
@@ -359,7 +377,7 @@ class BlockReads:
             is_missing = (self._device.find(layout, records) == 0) & (self._pages.host[pages] == 0)
             if is_missing.any():
                 records = records[is_missing]
-                return _FileReads(layout, records, self._per_buffer(layout, records))
+                return self._plan(layout, records)
         return None
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from penstock.kv._residency import Ids, RecordResidency
+from penstock.kv._residency import RecordResidency
+from penstock.kv._reuse import Ids
 from penstock.tables import Report
 from penstock.units import parse_bytes
 

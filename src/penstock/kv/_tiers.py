@@ -52,10 +52,10 @@ class PoolTiers:
     ) -> None:
         self._ledger, self._num_layers = ledger, num_layers
         self.pages = PageTable()
-        self.lower = PageTiers(self.pages, ledger, host_bytes, store, prefix)
-        self.device = DeviceTier(
-            budget_bytes, self.pages, self.lower, ledger, half_life=64 * num_layers
+        self.lower = PageTiers(
+            self.pages, ledger, host_bytes, store, prefix, times_reads=recompute is not None
         )
+        self.device = DeviceTier(budget_bytes, self.pages, self.lower, ledger)
         parts = self.pages, self.device, self.lower
         self.writes = BlockWrites(*parts)
         self.inputs = None if recompute is None else InputPages(*parts, ledger, recompute)
@@ -122,4 +122,5 @@ class PoolTiers:
 
     def close(self) -> None:
         """Wait for transfers, and close files."""
+        self.reads.drop_ahead()
         self.lower.close()

@@ -8,15 +8,20 @@ RAM.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from penstock.errors import StoreError
 from penstock.memory import _fork
 from penstock.memory._extents import FileSpace
+from penstock.memory._read_queue import QueuedReads
 from penstock.memory._store import FileStore, open_nameless, reserved_bytes, warn_if_ram
 from penstock.memory._transfers import Throttle, Transfers
 from penstock.memory.pages import DIRECT_IO_BYTES
@@ -61,6 +66,52 @@ class StoredSpan:
     def ram_bytes(self) -> int:
         """Bytes of this span that did not go to the file."""
         return len(self.head) + len(self.tail)
+
+
+class StartedReads:
+    """Reads of an `ExtentFile` that are under way; `done` and `exception` are as of a `Future`.
+
+    Their memory is kept alive, and the file open, until they have ended.
+
+    Attributes:
+        num_bytes: Bytes of all of them.
+        start_ns: When they were started, on the clock of `time.perf_counter_ns`.
+        end_ns: When it was seen that they have ended; 0 before.
+    """
+
+    def __init__(
+        self,
+        reads: QueuedReads,
+        requests: np.ndarray,
+        repeat: Callable[[int, int, int], None],
+        lent: AbstractContextManager[int],
+    ) -> None:
+        self.num_bytes = int(requests[:, 2].sum())
+        self.start_ns, self.end_ns = time.perf_counter_ns(), 0
+        self._reads: QueuedReads | None = reads
+        self._requests = requests
+        self._repeat = repeat
+        self._lent = lent
+        self._error: StoreError | None = None
+
+    def done(self) -> bool:
+        """Return whether `exception` would not wait."""
+        return self._reads is None or self._reads.have_ended()
+
+    def exception(self) -> StoreError | None:
+        """Wait until all is there; return the error that `ExtentFile.read` would raise, if any."""
+        if self._reads is not None:
+            is_whole = self._reads.finish()
+            self._reads = None
+            try:
+                for request in self._requests[~is_whole].tolist():
+                    self._repeat(*request)
+            except StoreError as error:
+                self._error = error
+            finally:
+                self._lent.__exit__(None, None, None)
+            self.end_ns = time.perf_counter_ns()
+        return self._error
 
 
 class ExtentFile:
@@ -194,6 +245,37 @@ class ExtentFile:
             self._check_transfer(extent, num_bytes, begin)
             self._transfers.read(fd, extent.offset + begin, address, num_bytes)
 
+    @property
+    def queues_reads(self) -> bool:
+        """True if `start_reads` starts any; else `read` has to be called in threads."""
+        return self._transfers.queues_reads
+
+    def start_reads(
+        self, pieces: Sequence[tuple[Extent, int, int, int]], memory: object
+    ) -> StartedReads:
+        """Start to read at many places; the reads go on while the caller does something else.
+
+        Args:
+            pieces: The arguments of `read` for each, at least one: extent, address, bytes, byte of
+                the extent. Addresses are multiples of 512, bytes of 4096.
+            memory: What they read into, kept alive until they have ended.
+
+        Raises:
+            ValueError: An extent is not in use or too short, or a number is no such multiple.
+            StoreError: The file is closed, belongs to another process, or does not queue reads.
+        """
+        for extent, _, num_bytes, begin in pieces:
+            self._check_transfer(extent, num_bytes, begin)
+        requests = np.array([(e.offset + begin, to, size) for e, to, size, begin in pieces])
+        lent = self._descriptor()
+        fd = lent.__enter__()
+        try:
+            reads = self._transfers.start_reads(fd, requests, memory)
+        except BaseException:
+            lent.__exit__(None, None, None)
+            raise
+        return StartedReads(reads, requests, functools.partial(self._read_again, fd), lent)
+
     def store(self, address: int, num_bytes: int) -> StoredSpan:
         """Take a range of memory away: its aligned middle to the file, the rest to a few bytes of
         RAM.
@@ -277,12 +359,7 @@ class ExtentFile:
     @contextmanager
     def _descriptor(self) -> Iterator[int]:
         """Lend the file's descriptor, which is not closed while it is lent."""
-        if self._generation != _fork.generation():
-            raise StoreError(
-                f"the extent file in store {self.path!r} belongs to another process, of which this "
-                "one is a fork; offload in the process that made the file, or make a new one here",
-                path=self.path,
-            )
+        self._check_process()
         with self._fd_lock:
             if self._closed:
                 raise StoreError(
@@ -296,8 +373,20 @@ class ExtentFile:
             with self._fd_lock:
                 self._num_users -= 1
                 close_now = self._closed and self._num_users == 0
-            if close_now:
+            if close_now and self._generation == _fork.generation():
                 os.close(self._fd)
+
+    def _check_process(self) -> None:
+        if self._generation != _fork.generation():
+            raise StoreError(
+                f"the extent file in store {self.path!r} belongs to another process, of which this "
+                "one is a fork; offload in the process that made the file, or make a new one here",
+                path=self.path,
+            )
+
+    def _read_again(self, fd: int, offset: int, address: int, num_bytes: int) -> None:
+        self._check_process()
+        self._transfers.read(fd, offset, address, num_bytes)
 
     def _check_live(self, extent: Extent) -> None:
         if self._live.get(extent.offset) is not extent:

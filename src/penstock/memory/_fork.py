@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 _logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class _ReadGate:
         # Bounded, because a read that never returns (a dead network disk) must not stop all forks.
         if not self._changed.wait_for(lambda: self._num_reads == 0, timeout=_MAX_WAIT_SECONDS):
             _logger.warning("forking although %d reads are still in flight", self._num_reads)
+        for end in _before_fork:
+            end()
 
     def after_fork(self) -> None:
         """Let reads go on."""
@@ -60,11 +63,17 @@ class _ReadGate:
 read_gate = _ReadGate()
 _generation = 0
 _survivors: weakref.WeakSet[SurvivesFork] = weakref.WeakSet()
+_before_fork: list[Callable[[], None]] = []
 
 
 def generation() -> int:
     """Return a number that differs between a process and its forked children."""
     return _generation
+
+
+def call_before_fork(end: Callable[[], None]) -> None:
+    """Let forks call a function, while reads are held back, that ends those that were started."""
+    _before_fork.append(end)
 
 
 def set_right_in_children(survivor: SurvivesFork) -> None:

@@ -15,9 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.errors import StoreFullError, StoreReadError, StoreWriteError
+import numpy as np
+
+from penstock.errors import StoreError, StoreFullError, StoreReadError, StoreWriteError
 from penstock.memory import _fork
 from penstock.memory._extents import FULL_ERRNOS
+from penstock.memory._read_queue import QueuedReads, can_queue_reads
 from penstock.memory.pages import round_up
 from penstock.memory.raw_memory import MAX_VIEW_BYTES, BounceBuffers, copy_bytes, view_at
 
@@ -34,8 +37,14 @@ def _pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def _preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Read; every byte from the file goes through here, so that tests can make it fail."""
+    """Read; every byte from the file goes through here or `_queue_reads`, so that tests can make it
+    fail.
+    """
     return os.preadv(fd, buffers, offset)
+
+
+def _queue_reads(fd: int, requests: np.ndarray, alignment: int, memory: object) -> QueuedReads:
+    return QueuedReads(fd, requests, alignment, memory)
 
 
 class Throttle:
@@ -114,6 +123,36 @@ class Transfers:
                 padded = round_up(length, self.length_alignment)
                 self._move(fd, offset + at, buffer, padded, writes=False)
                 copy_bytes(address + at, buffer, length)
+
+    @property
+    def queues_reads(self) -> bool:
+        """True if there are reads that go on by themselves."""
+        return self.read_throttle is None and can_queue_reads()
+
+    def start_reads(self, fd: int, requests: np.ndarray, memory: object) -> QueuedReads:
+        """Start reads that go on by themselves; those that then were not whole are to be repeated.
+
+        Args:
+            fd: The file, open until they have ended.
+            requests: Offset, address and bytes of each, int64 `(n, 3)`.
+            memory: What they read into.
+
+        Raises:
+            ValueError: An address or length is not aligned.
+            StoreError: There is no queue for this file.
+        """
+        if not self.queues_reads:
+            raise StoreError(
+                f"reads of store {self.path!r} cannot be queued: call `read` in threads",
+                path=self.path,
+            )
+        addresses, lengths = requests[:, 1], requests[:, 2]
+        if any(addresses % self.address_alignment) or any(lengths % self.length_alignment):
+            raise ValueError(
+                f"queued reads need addresses that are multiples of {self.address_alignment} and "
+                f"lengths of {self.length_alignment}; got {requests[:5, 1:].tolist()}"
+            )
+        return _queue_reads(fd, requests, self.length_alignment, memory)
 
     def _direct_bytes(self, address: int, num_bytes: int) -> int:
         if address % self.address_alignment:

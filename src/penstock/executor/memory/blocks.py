@@ -1,7 +1,7 @@
 """Memory that plans run in: one arena, one block of host memory, one extent of a file, and views.
 
 Each is allocated once, when a plan is bound, and nothing is allocated for a value afterwards. A
-plan's offsets in the arena are its own; a `Layout` has those of its copies below the device.
+plan's offsets in the arena are its own; a `CopyLayout` has those of its copies below the device.
 Values of no planned bytes (step counts, Python numbers, random states) lie in small tensors of
 their own.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from penstock.executor.device.base import Device
-from penstock.executor.memory.residency import Layout, ResidencyIndex, ResidencyInterval
+from penstock.executor.memory.residency import CopyLayout, ResidencyIndex, ResidencyInterval
 from penstock.graph import Kind, StepGraph, TensorView
 from penstock.graph.encoding import dtype_from_name
 from penstock.memory import ExtentFile, FileStore, Tier
@@ -115,7 +115,7 @@ class SharedBlocks:
 
     def __init__(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[CopyLayout],
         store: FileStore | None,
         device: Device,
         before: SharedBlocks | None = None,
@@ -186,7 +186,9 @@ class PlanMemory:
         device: The device in torch's words.
     """
 
-    def __init__(self, graph: StepGraph, plan: Plan, layout: Layout, blocks: SharedBlocks) -> None:
+    def __init__(
+        self, graph: StepGraph, plan: Plan, layout: CopyLayout, blocks: SharedBlocks
+    ) -> None:
         self.graph = graph
         self.plan = plan
         self.index = ResidencyIndex(graph, plan)

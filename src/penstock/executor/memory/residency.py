@@ -123,7 +123,7 @@ class ResidencyIndex:
         ]
 
 
-class Layout(NamedTuple):
+class CopyLayout(NamedTuple):
     """Offsets of a plan's copies below the device.
 
     Attributes:
@@ -138,13 +138,13 @@ class Layout(NamedTuple):
     homes: dict[Tier, dict[str, int]]
 
 
-def lay_out_copies(graph: StepGraph, plan: Plan, others: Sequence[Layout] = ()) -> Layout:
+def lay_out_copies(graph: StepGraph, plan: Plan, others: Sequence[CopyLayout] = ()) -> CopyLayout:
     """Assign offsets to the copies of a plan.
 
     A home that has a place in another plan's layout keeps it, so that nothing has to move when
     plans take turns in the same blocks.
     """
-    layout = Layout({}, {Tier.DEVICE: plan.arena_bytes}, {})
+    layout = CopyLayout({}, {Tier.DEVICE: plan.arena_bytes}, {})
     for tier, alignment in _ALIGNMENT_BYTES.items():
         known = {name: offset for other in others for name, offset in other.homes[tier].items()}
         groups = _group_copies(graph, plan, tier)

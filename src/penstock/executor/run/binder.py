@@ -14,7 +14,7 @@ from penstock.errors import GraphFileError, PlanError
 from penstock.executor.device import device_of
 from penstock.executor.device.base import Device
 from penstock.executor.memory.blocks import SharedBlocks
-from penstock.executor.memory.residency import Layout, lay_out_copies
+from penstock.executor.memory.residency import CopyLayout, lay_out_copies
 from penstock.executor.program.operators import ALIGNMENT_BYTES
 from penstock.executor.run.debug import POISON
 from penstock.executor.run.distributed import require_collective
@@ -51,7 +51,7 @@ class Binder:
         """Bind plans to one memory, or to that of plans that they replace if it is large enough;
         nothing of the model moves yet.
         """
-        layouts: list[Layout] = []
+        layouts: list[CopyLayout] = []
         known = [] if before is None else [*before.layouts]
         device = Device() if before is None else before.device
         for _, graph in planned:

@@ -18,7 +18,7 @@ from penstock.errors import PenstockError, TornStepError, UnlikeEagerError
 from penstock.executor.device.base import Device
 from penstock.executor.device.links import ThreadLink
 from penstock.executor.memory.blocks import FileBlock, PlanMemory, SharedBlocks, copy_elements
-from penstock.executor.memory.residency import Layout
+from penstock.executor.memory.residency import CopyLayout
 from penstock.executor.program.executable import BoundaryStage, Segments, compile_plan
 from penstock.executor.program.operators import Call
 from penstock.executor.program.scalars import Scalars
@@ -60,7 +60,7 @@ class Execution:
         planned: PlannedGraph,
         program: StepProgram,
         optimizer: torch.optim.Optimizer,
-        layout: Layout,
+        layout: CopyLayout,
         blocks: SharedBlocks,
         debug: bool,
     ) -> None:

@@ -82,7 +82,7 @@ class CheckedSelector:
             TypeError: It is neither a tensor nor None, or not of int64.
             ValueError: Its shape, device, range or order is wrong.
         """
-        blocks = self._select(query, layer, pool)
+        blocks = self._select(query.clone(), layer, pool)  # which attention is to use unchanged
         if blocks is None:
             return None
         if not isinstance(blocks, Tensor) or blocks.dtype != torch.int64:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kv.selectors._budget import BlockSummaries, BudgetSelector, split_heads
-from penstock.kv.selectors._packing import pack_4bit, unpack_4bit
+from penstock.kv.selectors._packing import best_weights, pack
 
 
 class ChannelCalibration:
@@ -145,7 +145,7 @@ class DoubleSparsity(BudgetSelector):
             )
         index = channels[None, :, None, None].expand(*keys.shape[:4], -1)
         labels = keys.gather(4, index)
-        self._labels.append(layer, first_block, pack_4bit(labels) if self._bits else [labels])
+        self._labels.append(layer, first_block, pack(labels, self._bits))
 
     def reorder(self, index: Tensor) -> None:
         """Follow the beams; see `BudgetSelector.reorder`."""
@@ -156,14 +156,9 @@ class DoubleSparsity(BudgetSelector):
         self._labels.crop(num_blocks)
 
     def _scores(self, query: Tensor, layer: int, total: int) -> Tensor:
-        parts = self._labels.read(layer, total)
-        labels = unpack_4bit(parts) if self._bits else parts[0].float()  # (B, H, N, T, r)
         channels = self._channels[layer].to(query.device)
-        rows = split_heads(query, labels.shape[1])
+        rows = split_heads(query, channels.shape[0])
         index = channels[None, :, None].expand(rows.shape[0], -1, rows.shape[2], -1)
         scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
-        products = rows.gather(3, index) @ labels.flatten(2, 3).transpose(2, 3) * scale
-        # softmax grows with the product: the best token's weight is the weight at the best product.
-        best = products.unflatten(3, (total, -1)).amax(dim=4)
-        weights = (best - products.logsumexp(dim=3, keepdim=True)).exp()  # (B, H, rows, N)
+        weights = best_weights(rows.gather(3, index) * scale, self._labels.read(layer, total))
         return weights.sum(dim=2) if self._reduce == "sum" else weights.amax(dim=2)

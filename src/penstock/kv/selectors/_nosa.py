@@ -15,7 +15,7 @@ from penstock.kv.selectors._budget import (
     split_heads,
     top_blocks,
 )
-from penstock.kv.selectors._packing import pack_4bit, unpack_4bit
+from penstock.kv.selectors._packing import best_products, pack, unpack
 
 
 class Nosa(BudgetSelector):
@@ -88,7 +88,7 @@ class Nosa(BudgetSelector):
         self._bits = bits
         self._scale = scale
         self._score = score
-        # Scores (B, H, N), and means (B, H, N, T / pool_tokens, d), maybe packed
+        # Scores (B, H, N), and means (B, H, N, T / pool_tokens, d) as `pack` makes them
         self._summaries = BlockSummaries()
 
     @property
@@ -107,9 +107,9 @@ class Nosa(BudgetSelector):
         if self._bits and keys.shape[4] % 2:
             raise ValueError(f"with bits=4 the head size must be even; got {keys.shape[4]}")
         means = pool_alike(keys.float(), keys.shape[3] // self._pool_tokens)
-        parts = pack_4bit(means) if self._bits else [means.to(keys.dtype)]
+        parts = pack(means if self._bits else means.to(keys.dtype), self._bits)
         if self._score is None:
-            scores = self._difference(layer, first_block, self._unpack(parts))
+            scores = self._difference(layer, first_block, unpack(parts))
         else:
             scores = self._score(layer, keys)
             if scores.shape != keys.shape[:3]:
@@ -139,21 +139,15 @@ class Nosa(BudgetSelector):
         num_query = self._num_query_blocks
         if num_query is None:
             num_query = max(2, left - left // 2)
-        fit = self._fit(query, self._unpack(parts)).masked_fill(forced, -torch.inf)
+        fit = self._fit(query, parts).masked_fill(forced, -torch.inf)
         chosen = forced.scatter(2, top_blocks(fit, min(num_query, left)), True)
         return top_blocks(scores.masked_fill(chosen, torch.inf), budget).sort(dim=-1).values
 
-    def _unpack(self, parts: list[Tensor]) -> Tensor:
-        """Return the means, float32 `(B, H, N, T / pool_tokens, d)`."""
-        return unpack_4bit(parts) if self._bits else parts[0].float()
-
-    def _fit(self, query: Tensor, means: Tensor) -> Tensor:
+    def _fit(self, query: Tensor, parts: list[Tensor]) -> Tensor:
         """Return the query-aware scores, float32 `(B, H, N)`."""
         scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
-        rows = split_heads(query, means.shape[1]) * scale
-        products = rows @ means.flatten(2, 3).transpose(2, 3)
-        best = products.unflatten(3, (means.shape[2], -1)).amax(dim=4)
-        return best.softmax(dim=-1).sum(dim=2)
+        rows = split_heads(query, parts[0].shape[1]) * scale
+        return best_products(rows, parts).softmax(dim=-1).sum(dim=2)
 
     def _difference(self, layer: int, first_block: int, means: Tensor) -> Tensor:
         """Return one less the least cosine of a block's means to the mean of those up to it."""
@@ -161,7 +155,7 @@ class Nosa(BudgetSelector):
         self._summaries.check_first(layer, first_block)
         if first_block:
             _, *parts = self._summaries.read(layer, self._summaries.count(layer))
-            earlier = self._unpack([part[:, :, :first_block] for part in parts])
+            earlier = unpack([part[:, :, :first_block] for part in parts])
             sums = sums + earlier.mean(dim=3).sum(dim=2, keepdim=True)
         anchor = sums[:, :, :, None]  # the cosine does not see the number of blocks in the sum
         return 1 - functional.cosine_similarity(means, anchor, dim=-1).amin(dim=3)

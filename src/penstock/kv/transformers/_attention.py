@@ -88,6 +88,7 @@ def attend_interface(
             f"{key.layer.name} is in training mode; call model.eval() before it uses "
             "penstock.kv.cache"
         )
+    key.layer.check_reader(module)
     is_causal = kwargs.get("is_causal")
     visibility, rule = _read_mask(module, query, key, attention_mask, is_causal, key.start)
     rule = _make_rule(query, scaling, softcap, position_bias, rule, key.start)
@@ -101,7 +102,7 @@ def attend_interface(
         first_token=key.start,
         fresh=layer.pending,
     )
-    layer.flush()
+    layer.finish_attention()
     return out.transpose(1, 2).contiguous(), None
 
 

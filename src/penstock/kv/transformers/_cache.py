@@ -22,6 +22,7 @@ from penstock.kv._pool import BlockPool
 from penstock.kv._prefix import save_pool
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._report import PoolReport
+from penstock.kv._uncopied import Uncopied
 from penstock.kv.transformers._inputs import AttentionInputs
 from penstock.kv.transformers._layer import PooledLayer
 from penstock.kv.transformers._model import check_supported, find_attention, install, restore
@@ -39,7 +40,7 @@ _FULL = {"full_attention"}
 _SLIDING = {"sliding_attention", "chunked_attention"}
 
 
-class PooledCache(Cache):
+class PooledCache(Uncopied, Cache):
     """Cache of a decoder's keys and values in a `BlockPool`; made by `penstock.kv.cache`.
 
     Usable in a `with` block, which closes it.
@@ -51,16 +52,17 @@ class PooledCache(Cache):
         prefix_attention_mask: Its attention mask, int64 `(B, n)` or None.
     """
 
-    def __init__(self, layers: list[Any], pool: BlockPool) -> None:
+    def __init__(self, layers: list[Any], pool: BlockPool, model: PreTrainedModel) -> None:
         super().__init__(layers=layers)
         self.pool = pool
         self.prefix_tokens: torch.Tensor | None = None
         self.prefix_attention_mask: torch.Tensor | None = None
-        self._model: weakref.ref[PreTrainedModel] | None = None
+        self._model = weakref.ref(model)
         self._release: weakref.finalize | None = None
         pooled = [layer for layer in layers if isinstance(layer, PooledLayer)]
         for layer in pooled:
             layer.siblings = [each.index for each in pooled]
+            layer.model = self._model
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence i a copy of sequence `beam_idx[i]`, in all layers."""
@@ -138,7 +140,7 @@ class PooledCache(Cache):
         if not num_tokens:
             raise ValueError("the cache holds no tokens to save; run the model with it before")
         self._check_whole()
-        model = None if self._model is None else self._model()
+        model = self._model()
         if model is None:
             raise PenstockError("the model of this cache is gone; save while it is there")
         batch_size = self.pool.batch_size(layers[0])
@@ -205,7 +207,7 @@ class PooledCache(Cache):
         return [layer.index for layer in layers]
 
 
-class PooledEncoderDecoderCache(EncoderDecoderCache):
+class PooledEncoderDecoderCache(Uncopied, EncoderDecoderCache):
     """Caches of a decoder's own keys and of those of the encoder's output, in one pool.
 
     Attributes:
@@ -217,6 +219,7 @@ class PooledEncoderDecoderCache(EncoderDecoderCache):
         self.pool = own.pool
         self._own = own
         self._cross = cross
+        self._encoder_inputs: tuple[str, list[Any] | None] = "", None
 
     @property
     def prefix_tokens(self) -> torch.Tensor | None:
@@ -264,6 +267,25 @@ class PooledEncoderDecoderCache(EncoderDecoderCache):
         if self._cross.prefix_attention_mask is not None:
             check_mask(self._cross.prefix_attention_mask, attention_mask)
 
+    def check_encoder_inputs(self, name: str, described: list[Any] | None) -> None:
+        """Raise an error if a call's encoder reads other than that of the call before.
+
+        Args:
+            name: Argument that it reads.
+            described: Dtype, shape and checksum of it; None: not known.
+
+        Raises:
+            ValueError: The keys that the cache holds are of another input of that name.
+        """
+        before, self._encoder_inputs = self._encoder_inputs, (name, described)
+        is_same = before[0] != name or None in (before[1], described) or before[1] == described
+        if self._cross.get_seq_length() and not is_same:
+            self._encoder_inputs = before
+            raise ValueError(
+                f"the cache holds the encoder's keys of other {name} than this call's; pass the "
+                "same again, or reset() the cache"
+            )
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of the decoder."""
         self.self_attention_cache.crop(tokens_to_remove)
@@ -272,11 +294,13 @@ class PooledEncoderDecoderCache(EncoderDecoderCache):
         """Make every sequence `repeats` sequences, one after the other."""
         self.self_attention_cache.batch_repeat_interleave(repeats)
         self.cross_attention_cache.batch_repeat_interleave(repeats)
+        self._encoder_inputs = "", None
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences `indices`, numbers or a bool mask."""
         self.self_attention_cache.batch_select_indices(indices)
         self.cross_attention_cache.batch_select_indices(indices)
+        self._encoder_inputs = "", None
 
     def report(self) -> PoolReport:
         """Return bytes per tier and counts so far."""
@@ -348,6 +372,8 @@ def cache(
     num_layers = getattr(config, "num_decoder_layers", None)
     if num_layers is not None:  # T5 counts its encoder's in num_hidden_layers
         kinds, settings = ["full_attention"] * num_layers, [{}] * num_layers
+    if getattr(config, "cross_attention_layers", None):  # among the others, as Mllama has them
+        kinds = [*kinds, "cross_attention"]
     unknown = sorted(set(kinds) - _FULL - _SLIDING - {"dummy"})
     if unknown:
         raise PenstockError(
@@ -378,11 +404,12 @@ def cache(
     layers = [
         DummyLayer()
         if kind == "dummy"
-        else PooledLayer(pool, i, names[i], some.get("sliding_window"), inputs.get(i))
+        else PooledLayer(
+            pool, i, names[i], some.get("sliding_window"), inputs.get(i), _count_readers(config, i)
+        )
         for i, (kind, some) in enumerate(zip(kinds, settings, strict=True))
     ]
-    own = PooledCache(layers, pool)
-    own._model = weakref.ref(model)
+    own = PooledCache(layers, pool, model)
     hooks = [hook for each in inputs.values() for hook in each.hooks]
     own._release = weakref.finalize(own, restore, own._model, hooks)
     install(model)
@@ -395,9 +422,20 @@ def cache(
         PooledLayer(pool, len(kinds) + i, f"{name} (cross attention)")
         for i, name in enumerate(names)
     ]
-    pair = PooledEncoderDecoderCache(own, PooledCache(cross, pool))
+    pair = PooledEncoderDecoderCache(own, PooledCache(cross, pool, model))
     pair._cross.prefix_attention_mask = tensors.get("prefix_attention_mask")
     return pair
+
+
+def _count_readers(config: Any, layer: int) -> int:
+    """Return how many layers read the keys of one: further ones of its type, where they share."""
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * (layer + 1)
+    if modes[layer] != "store":
+        return 1
+    kinds = config.layer_types
+    return 1 + sum(
+        mode == "reuse" and kind == kinds[layer] for mode, kind in zip(modes, kinds, strict=True)
+    )
 
 
 def _check_inputs_can_be_kept(

@@ -6,6 +6,7 @@ have the shape that the model expects and name the layer; any other use of them 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class PooledLayer(CacheLayerMixin):
         name: Name of the model's module, for errors.
         sliding_window: Tokens that the layer looks back, its own included; None: all.
         inputs: Inputs of the module, which the pool keeps as well; None: it does not.
+        num_readers: Attentions of a call over these keys, those of layers that share them included.
     """
 
     is_croppable = True
@@ -81,6 +83,7 @@ class PooledLayer(CacheLayerMixin):
         name: str,
         sliding_window: int | None = None,
         inputs: AttentionInputs | None = None,
+        num_readers: int = 1,
     ) -> None:
         self.pool = pool
         self.index = index
@@ -89,8 +92,11 @@ class PooledLayer(CacheLayerMixin):
         self.sliding_window = sliding_window
         self.record_past = False
         self.siblings: list[int] = []  # layers that every call of the model adds to
+        self.model: weakref.ref[Any] | None = None
+        self._readers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # Keys and values of a long call, until its attention has used them as they are.
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._num_readers = self._readers_left = num_readers
         self._inputs = inputs
         self._pending_inputs: torch.Tensor | None = None
 
@@ -151,10 +157,30 @@ class PooledLayer(CacheLayerMixin):
         if self._inputs is not None:
             self._pending_inputs = self._inputs.take(key_states, value_states)
         self._pending = key_states, value_states
+        self._readers_left = self._num_readers
         shown = self._placeholders(kv_length, start)
         if num_tokens <= FEW_TOKENS:
-            self.flush()
+            self._flush(start)  # attention is to come, and its first query sees so far back
         return shown
+
+    def check_reader(self, module: torch.nn.Module) -> None:
+        """Raise `PenstockError` if an attention module is of another model than the cache."""
+        model = None if self.model is None else self.model()
+        if model is None or module in self._readers:
+            return
+        if not any(each is module for each in model.modules()):
+            raise PenstockError(
+                f"this penstock.kv.cache was made for a {type(model).__name__}, and a "
+                f"{type(module).__name__} of another model uses its {self.name}; make a cache for "
+                "that model, and reset() this one"
+            )
+        self._readers.add(module)
+
+    def finish_attention(self) -> None:
+        """Flush after the last attention of a call that reads these keys."""
+        self._readers_left -= 1
+        if self._readers_left <= 0:
+            self.flush()
 
     def check_whole(self, num_tokens: int = 0) -> None:
         """Raise an error if the layers hold tokens of a call that did not reach them all.
@@ -175,15 +201,16 @@ class PooledLayer(CacheLayerMixin):
 
     def flush(self) -> None:
         """Move keys and values of the last call to the pool, where they are not there yet."""
+        window = self.sliding_window
+        self._flush(0 if window is None else max(0, self.get_seq_length() - window + 1))
+
+    def _flush(self, keep_from: int) -> None:
+        """Flush, but for blocks of a layer with a window that end before the token `keep_from`."""
         pending, self._pending = self._pending, None
         inputs, self._pending_inputs = self._pending_inputs, None
-        if pending is None:
-            return
-        keep_from = 0
-        if self.sliding_window is not None and not self.record_past:
-            end = self.pool.length(self.index) + pending[0].shape[2]
-            keep_from = max(0, end - self.sliding_window + 1)
-        self.pool.append(self.index, *pending, keep_from=keep_from, inputs=inputs)
+        if pending is not None:
+            keep_from = 0 if self.record_past else keep_from
+            self.pool.append(self.index, *pending, keep_from=keep_from, inputs=inputs)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next call's mask covers, and the token of the first."""

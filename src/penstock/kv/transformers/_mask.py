@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ class RangeMask:
         """Return 4."""
         return self.ndim
 
+    def contiguous(self) -> RangeMask:
+        """Return the mask itself, as `generate` asks for with a static cache."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"the model asks the attention mask of penstock.kv.cache for {name!r}; it must hand "
@@ -59,7 +64,20 @@ class RangeMask:
             "hand the mask to Transformers' attention interface as it is; use another cache"
         )
 
-    __getitem__ = __invert__ = __eq__ = __ne__ = _refuse_operator  # pyright: ignore[reportAssignmentType]
+    def __getitem__(self, index: Any) -> RangeMask:
+        """Return the mask of a range of the queries, as `[:, :, some]` or `[:, :, some, :]`."""
+        parts = index if isinstance(index, tuple) and len(index) <= 4 else (None,)
+        parts = (*parts, *(slice(None),) * (4 - len(parts)))
+        slices = [part for part in parts if isinstance(part, slice) and part.step in (None, 1)]
+        ranges = [part.indices(n)[:2] for part, n in zip(slices, self.shape, strict=False)]
+        if len(ranges) < 4 or any(ranges[axis] != (0, self.shape[axis]) for axis in (0, 1, 3)):
+            self._refuse_operator()
+        first, last = ranges[2]
+        visibility = replace(self.visibility, query_start=self.visibility.query_start + first)
+        shape = (*self.shape[:2], max(0, last - first), self.shape[3])
+        return RangeMask(visibility, shape, self.start)
+
+    __invert__ = __eq__ = __ne__ = _refuse_operator  # pyright: ignore[reportAssignmentType]
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_operator
     __hash__ = object.__hash__
 
@@ -78,7 +96,7 @@ def make_range_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | RangeMask | None = None,
     use_vmap: bool = False,
     **_: Any,
 ) -> RangeMask:
@@ -91,6 +109,8 @@ def make_range_mask(
     Raises:
         PenstockError: `mask_function` may be other than elementwise.
     """
+    if isinstance(attention_mask, RangeMask):  # made before the call, with a static cache
+        return attention_mask
     if use_vmap:
         raise PenstockError(
             "penstock.kv.cache evaluates masks for ranges of tokens, which or_mask_function= and "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,6 +19,8 @@ from penstock.kv.transformers._prefix import unwatch_calls, watch_calls
 
 IMPLEMENTATION = "penstock_kv"
 """Name of the attention implementation in Transformers' registries."""
+
+_PREPARE = "_prepare_cache_for_generation"  # a method of `generate`, which some models replace
 
 
 @dataclass
@@ -83,6 +85,13 @@ def check_supported(model: object) -> None:
         raise PenstockError(
             f"{type(model).__name__} computes its attention itself, not through Transformers' "
             "attention interface, which penstock.kv.cache needs; use another cache"
+        )
+    prepare = getattr(type(model), _PREPARE, None)
+    is_own = prepare not in (None, getattr(GenerationMixin, _PREPARE))
+    if model.config.is_encoder_decoder and is_own:
+        raise PenstockError(
+            f"{type(model).__name__} prepares the cache of its cross attention itself, in place of "
+            "that of penstock.kv.cache; use another cache"
         )
     if model.device.type != "cpu":
         raise PenstockError(

@@ -21,7 +21,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from penstock.errors import PenstockError
 from penstock.kv._prefix_file import PrefixFile
 
 # Entries of configurations that change no key and no value.
@@ -43,6 +42,15 @@ _WITHOUT_EFFECT = {
     "transformers_version",
     "use_cache",
 }
+
+_ENCODER_INPUTS = (
+    "inputs",
+    "input_ids",
+    "input_features",
+    "input_values",
+    "pixel_values",
+    "inputs_embeds",
+)
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
@@ -216,8 +224,7 @@ def watch_calls(model: PreTrainedModel) -> None:
         try:
             return inner(self, *args, **options)
         except BaseException as error:
-            is_ours = isinstance(error, PenstockError) or not isinstance(error, Exception)
-            if is_ours and cache.get_seq_length() != length:
+            if cache.get_seq_length() != length:
                 cache.pool.fail(error)
             raise
 
@@ -228,14 +235,35 @@ def watch_calls(model: PreTrainedModel) -> None:
 def _check_call(
     model: PreTrainedModel, cache: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
+    given: Any = options.get("generation_config") or model.generation_config
+    if options.get("use_cache", getattr(given, "use_cache", None)) is False:
+        raise ValueError(
+            "use_cache=False: every step would add all tokens to past_key_values again; leave one "
+            "of them out"
+        )
     mask = options.get("attention_mask")
     if model.config.is_encoder_decoder:
         own_mask = options.get("decoder_attention_mask")
         cache.check_prompt(options.get("decoder_input_ids"), mask, own_mask)
+        cache.check_encoder_inputs(*_describe_encoder_inputs(args, options))
     elif options.get("inputs_embeds") is None:
         cache.check_prompt(
             options.get("input_ids", args[0] if args else options.get("inputs")), mask
         )
+
+
+def _describe_encoder_inputs(
+    args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[str, list[Any] | None]:
+    """Return name, and dtype, shape and CRC-32, of what an encoder reads in a call; or None."""
+    outputs = options.get("encoder_outputs")
+    named = {"encoder_outputs": None if outputs is None else outputs[0]}
+    named |= {name: options.get(name) for name in _ENCODER_INPUTS}
+    named |= {"inputs": args[0]} if args else {}
+    for name, given in named.items():
+        if isinstance(given, torch.Tensor):
+            return name, _describe_tensor(given)
+    return "", None
 
 
 def unwatch_calls(model: torch.nn.Module) -> None:

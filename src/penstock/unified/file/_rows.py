@@ -20,6 +20,7 @@ import torch
 
 from penstock.codegen import load_optional_library, struct_type
 from penstock.errors import CapacityError, StoreError, StoreReadError
+from penstock.memory import IO_RING
 from penstock.memory.pages import round_up
 from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified._table import Counters
@@ -28,7 +29,7 @@ from penstock.unified.file.layout import PAGE_BYTES, RowLayout
 from penstock.unified.host.memory import TableMemory
 from penstock.units import format_bytes
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("io_ring.cpp", "file_rows.cpp")]
+_SOURCES = [IO_RING, Path(__file__).with_name("file_rows.cpp")]
 _READ_BYTES = 64 * 1024  # the longest read of several rows
 _LONG_READ_BYTES = 256 * 1024  # the same of rows in order, without gaps
 _BLOCK_BYTES = 32 * 2**20  # of a table with gaps between its rows, read at a time

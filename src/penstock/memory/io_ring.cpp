@@ -44,16 +44,20 @@ class Ring {
     ++num_new_;
   }
 
+  // Tells the kernel of new reads and waits until so many have ended. Returns 0 or errno.
+  int enter(unsigned num_ended) {
+    const unsigned flags = num_ended > 0 ? IORING_ENTER_GETEVENTS : 0;
+    const long taken = syscall(SYS_io_uring_enter, fd_, num_new_, num_ended, flags, nullptr, 0);
+    if (taken < 0) return errno;
+    num_new_ -= static_cast<unsigned>(taken);
+    return 0;
+  }
+
   // Tells the kernel of new reads and waits for at least one to end. Returns 0 or errno.
   int submit_and_wait() {
     for (;;) {
-      const long taken = syscall(SYS_io_uring_enter, fd_, num_new_, 1, IORING_ENTER_GETEVENTS,
-                                 nullptr, 0);
-      if (taken >= 0) {
-        num_new_ -= static_cast<unsigned>(taken);
-        return 0;
-      }
-      if (errno != EINTR && errno != EAGAIN && errno != EBUSY) return errno;
+      const int error = enter(1);
+      if (error != EINTR && error != EAGAIN && error != EBUSY) return error;
     }
   }
 
