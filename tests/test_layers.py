@@ -33,7 +33,7 @@ LAYERS = [
 APART = {"activations", "unified", "attention", "rgnn", "batching"}
 # Rooms that may not use everything below them, only the first layer and these.
 ONLY = {
-    "attention": {"memory", "codegen"},
+    "attention": {"memory", "codegen", "iomodel"},
     "traversal": {"unified"},
     "lora": {"batching", "codegen", "iomodel"},
     "kv": {"memory", "codegen", "iomodel"},

@@ -90,6 +90,14 @@ def test_elementwise_chains_are_the_same_bits():
     assert torch.equal(found, expected)
 
 
+def test_hooks_of_modules_run():
+    calls: list[int] = []
+    layer = nn.Linear(6, 6)
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    compare([nn.ReLU(), layer], torch.randn(20, 6, requires_grad=True), chunk_rows=10)
+    assert len(calls) == 1 + 2 + 2 + 1  # one row, the chunks twice, and unchunked
+
+
 def test_shared_weights_have_one_gradient():
     layer = nn.Linear(6, 6)
     compare([layer, nn.ReLU(), layer], torch.randn(20, 6, requires_grad=True), chunk_rows=4)
@@ -136,5 +144,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="random numbers"):
         run_chain([nn.Dropout(0.5)], x, chunk_rows=2)
     assert run_chain([nn.Dropout(0.5).eval()], x, chunk_rows=2).shape == (8, 4)
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="autocast is on"):
+        run_chain([nn.ReLU()], x)
     with pytest.raises(ValueError, match="rows is 0"):
         run_chain([nn.ReLU()], x[:0])

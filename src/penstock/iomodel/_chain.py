@@ -6,13 +6,13 @@ operand is made is fused with it, and the value between them never leaves the re
 arXiv:2502.08807, chooses so for an FPGA). With R rows in chunks of c, of an operator
 
     seconds = max(operations R / rate, sum over levels of its bytes / rate of the level)
-              + ceil(R / c) launches
+              + ceil(R / c) (launch + weights / rate of their level)
 
 where operands and results move at the level that holds the chunk's live values, or memory where
-they are spilled, and weights are read once for each chunk, from memory or from the cache that keeps
-them beside the chunk. A plan has the least sum of seconds and of `price` times the bytes that are
-spilled or live in a chunk: dynamic programming over the sets of operators that are done, exact over
-all cuts of the graph into connected segments and over chunks of powers of two rows.
+they are spilled, and weights are read for each chunk, before its arithmetic, from memory or from
+the cache that keeps them beside the chunk. A plan has the least sum of seconds and of `price` times
+the bytes that are spilled or live in a chunk: dynamic programming over the sets of operators that
+are done, exact over all cuts of the graph into connected segments and over chunks of powers of two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.units import format_bytes, format_seconds
 Edge = Literal["spill", "stream", "fuse"]
 MOST_OPERATORS = 24  # beyond a chain; a graph with many branches takes exponential time
 _TICKS = 1e15  # for each second: sums of integers are the same in any order
-_WORTH = 0.02  # of the time with everything spilled, for keeping all of it out of memory
+_WORTH = 0.05  # of the time with everything spilled, for keeping all of it out of memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,10 +315,10 @@ class SegmentCosts:
             of = graph.operators[at]
             spilled, streamed = self._find_row_bytes(at, chosen)
             moved = rows * (spilled / self._rates["memory"] + streamed / self._rates[level])
-            moved += of.weight_bytes / self._rates["memory"]
-            moved += (chunks - 1) * of.weight_bytes / self._rates[kept_at]
+            weights_seconds = of.weight_bytes / self._rates["memory"]
+            weights_seconds += (chunks - 1) * of.weight_bytes / self._rates[kept_at]
             arithmetic = rows * max(of.row_operations / self._flops, of.row_seconds)
-            seconds += max(moved, arithmetic) + chunks * self._launch_seconds
+            seconds += max(moved, arithmetic) + weights_seconds + chunks * self._launch_seconds
         leaving = [at for at in numbers if graph.readers[at] and self._leaves(at, chosen)]
         return ChainSegment(
             operators=numbers,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,8 @@ def run_chain(
     """Run modules one after the other on the rows of x, in chunks.
 
     Example:
-        >>> mlp = [nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)]
-        >>> run_chain(mlp, torch.rand(2, 50, 8), chunk_rows=16).shape
-        torch.Size([2, 50, 8])
+        >>> run_chain([nn.Linear(8, 32), nn.GELU()], torch.rand(2, 50, 8), chunk_rows=16).shape
+        torch.Size([2, 50, 32])
 
     Args:
         modules: Modules or functions that work on each row alone and draw no random numbers. The
@@ -49,26 +48,35 @@ def run_chain(
         x: Input, `(..., features)`; rows are all dimensions but the last.
         *row_args: Further arguments of the last module, such as labels, with a row for each of x.
         chunk_rows: Rows of a chunk of all modules together; None: as `plan` has it.
-        plan: What `plan_chain` returned for such modules and rows; None: it plans here.
+        plan: What `plan_chain` returned for such modules and rows; None: planned here.
 
     Returns:
         The result, `(..., features)`, or the sum of the numbers.
 
     Raises:
-        ValueError: There is no module or no row, or a module drew random numbers.
+        ValueError: No module, no row, a module that drew random numbers, or autocast that is on.
     """
     rows, others = _flatten(x, row_args)
     check_counts(modules=len(modules), rows=len(rows))
+    _refuse_autocast(x)
     if chunk_rows is None:
         plan = plan or plan_chain(modules, x, *row_args)
         segments = [(each.operators, each.chunk_rows) for each in plan.segments]
     else:
         check_counts(chunk_rows=chunk_rows)
         segments = [(tuple(range(len(modules))), chunk_rows)]
-    for numbers, count in segments:
-        extra = others if numbers[-1] == len(modules) - 1 else []
-        rows = _ChunkedModules([modules[at] for at in numbers], count, extra)(rows)
+    for at, count in segments:
+        extra = others if at[-1] == len(modules) - 1 else []
+        rows = _ChunkedModules([modules[number] for number in at], count, extra)(rows)
     return rows.reshape(*x.shape[:-1], *rows.shape[1:]) if rows.dim() else rows
+
+
+def _refuse_autocast(x: Tensor) -> None:
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            "autocast is on, and off where the chain is computed again; call run_chain outside of "
+            "it, with modules and x in the dtype to compute in"
+        )
 
 
 def _flatten(x: Tensor, row_args: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -126,7 +134,7 @@ def _describe(
     operator = ChainOperator(
         name=getattr(module, "__name__", type(module).__name__),
         row_bytes=max(1, result.nbytes // len(rows)),
-        weight_bytes=sum(map(_weight_traffic if is_trained else _nbytes, weights)),
+        weight_bytes=sum(map(_weight_traffic if is_trained else _copy_traffic, weights)),
         row_operations=flops.get_total_flops() // len(rows) * passes,
         row_seconds=seconds * passes,
     )
@@ -139,16 +147,18 @@ def _time(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _nbytes(weight: Tensor) -> int:
-    return weight.nbytes
+def _copy_traffic(weight: Tensor) -> int:
+    """Return the bytes of one pass: a weight is read, copied, and read."""
+    return weight.nbytes * 3
 
 
 def _weight_traffic(weight: Tensor) -> int:
-    """Return the bytes that a chunk moves for a weight: two reads, and a gradient that is added.
+    """Return the bytes that a chunk of a step moves for a weight.
 
-    The gradient of the chunk is written and read, and the sum read and written.
+    Both passes read it, and copy it into the order in which the product reads it; its gradient is
+    added to a sum that is read and written.
     """
-    return weight.nbytes * (6 if weight.requires_grad else 2)
+    return weight.nbytes * (8 if weight.requires_grad else 6)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,6 +179,8 @@ class _ChunkedModules:
         """Return the result of all rows; whole where that is one chunk."""
         if self.chunk_rows >= len(rows):
             return self.run(rows, self.others)
+        if not torch.is_grad_enabled():
+            return self.join(rows, self.run_one(rows))
         # By identity: a parameter that modules share has one gradient.
         weights = {
             id(each): each
@@ -183,6 +195,20 @@ class _ChunkedModules:
         for module in self.modules[:-1]:
             rows = module(rows)
         return self.modules[-1](rows, *others)
+
+    def run_one(self, rows: Tensor) -> Tensor:
+        """Return the result of the first row, which tells what that of all is."""
+        return self.run(rows[:1], [each[:1] for each in self.others])
+
+    def join(self, rows: Tensor, one: Tensor) -> Tensor:
+        """Return the results of all chunks, or the sum of those that are numbers."""
+        total = rows.new_zeros(()) if one.dim() == 0 else one.new_empty(len(rows), *one.shape[1:])
+        for at, others in self.chunks(rows):
+            if one.dim() == 0:
+                total = total + self.run(rows[at], others)
+            else:
+                total[at] = self.run(rows[at], others)
+        return total
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         for first in range(0, len(rows), self.chunk_rows):
@@ -205,16 +231,11 @@ class _ChunkedSegment(torch.autograd.Function):
         ctx.segment, ctx.gradients = segment, None
         ctx.save_for_backward(rows, *weights)
         needed = ctx.needs_input_grad[1:]
-        one = segment.run(rows[:1], [each[:1] for each in segment.others])
-        total = rows.new_zeros(()) if one.dim() == 0 else one.new_empty(len(rows), *one.shape[1:])
+        one = segment.run_one(rows)
         if one.dim() == 0 and any(needed):
             total, ctx.gradients = _sum_with_gradients(segment, rows, weights, needed)
         else:
-            for at, others in segment.chunks(rows):
-                if one.dim() == 0:
-                    total = total + segment.run(rows[at], others)
-                else:
-                    total[at] = segment.run(rows[at], others)
+            total = segment.join(rows, one)
         if not torch.equal(state, torch.get_rng_state()):
             raise ValueError(
                 "a module of the chain drew random numbers, which would differ in the backward "
@@ -229,8 +250,9 @@ class _ChunkedSegment(torch.autograd.Function):
         rows, *weights = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         if ctx.gradients is not None:
-            found = [None if each is None else each * gradient for each in ctx.gradients]
-            return None, *found
+            if bool(gradient == 1):  # as of a loss, and not worth a copy of each
+                return None, *ctx.gradients
+            return None, *(None if each is None else each * gradient for each in ctx.gradients)
         sums = _GradientSums(rows, weights, needed)
         for at, others in ctx.segment.chunks(rows):
             sums.add(at, ctx.segment, others, gradient[at])
@@ -265,39 +287,74 @@ class _GradientSums:
         self, at: slice, segment: _ChunkedModules, others: Sequence[Tensor], gradient: Tensor | None
     ) -> Tensor:
         """Add the gradients of a chunk, computed again, and return its result."""
-        last = segment.modules[-1]
-        needs_rows, *needs = self._needed
-        wanted = [each for each, need in zip(self._weights, needs, strict=True) if need]
+        *firsts, last = segment.modules
+        needs_rows = self._needed[0]
         with torch.enable_grad():
-            rows = self._rows[at].detach().requires_grad_(needs_rows)
-            if gradient is not None and isinstance(last, nn.Linear) and len(segment.modules) > 1:
-                value = rows
-                for module in segment.modules[:-1]:
-                    value = module(value)
-                gradient = self._add_linear(last, value, gradient)
+            rows = value = self._rows[at].detach().requires_grad_(needs_rows)
+            for module in firsts:
+                value = self._run(module, value, [])
+            if gradient is not None and firsts and _is_plain_linear(last):
+                self.add_linear(last, value.detach(), gradient)
+                gradient = gradient @ last.weight
             else:
-                value = segment.run(rows, others)
+                value = self._run(last, value, others)
+        wanted = [
+            each
+            for each, sums in zip(self._weights, self.values[1:], strict=True)
+            if sums is not None
+        ]
+        if not value.requires_grad:
+            return value.detach()
         operands = ([rows] if needs_rows else []) + wanted
-        found = torch.autograd.grad(value, operands, gradient, allow_unused=True)
-        grads = iter(found)
+        found = iter(torch.autograd.grad(value, operands, gradient, allow_unused=True))
         of_rows = self.values[0]
         if of_rows is not None:
-            of_rows[at] = next(grads)
-        sums = [each for each in self.values[1:] if each is not None]
-        for total, each in zip(sums, grads, strict=True):
+            of_rows[at] = next(found)
+        for sums, each in zip((s for s in self.values[1:] if s is not None), found, strict=True):
             if each is not None:
-                total.add_(each)
+                sums.add_(each)
         return value.detach()
 
-    def _add_linear(self, last: nn.Linear, value: Tensor, gradient: Tensor) -> Tensor:
-        """Add the gradients of a last linear layer, and return that of its input."""
+    def _run(self, module: Module, value: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """Run a module; a linear layer adds the gradients of its weights where they are summed."""
+        if _is_plain_linear(module) and not others:
+            result: Any = _SummingLinear.apply(self, module, value, module.weight, module.bias)
+            return result
+        return module(value, *others)
+
+    def add_linear(self, module: nn.Linear, value: Tensor, gradient: Tensor) -> None:
+        """Add the gradients of a linear layer to the sums, without a matrix of their own."""
         places = {id(each): at for at, each in enumerate(self._weights, 1)}
-        for weight in (last.weight, last.bias):
-            total = None if weight is None else self.values[places.get(id(weight), 0)]
-            if weight is None or id(weight) not in places or total is None:
-                continue
-            if weight is last.bias:
-                total.add_(gradient.sum(0))
-            else:
-                total.addmm_(gradient.t(), value.detach())
-        return gradient @ last.weight
+        of_weight = self.values[places.get(id(module.weight), 0)]
+        if id(module.weight) in places and of_weight is not None:
+            of_weight.addmm_(gradient.t(), value)
+        if module.bias is not None and id(module.bias) in places:
+            of_bias = self.values[places[id(module.bias)]]
+            if of_bias is not None:
+                of_bias.add_(gradient.sum(0))
+
+
+def _is_plain_linear(module: Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a linear layer whose call does nothing else."""
+    if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+class _SummingLinear(torch.autograd.Function):
+    """A linear layer whose backward pass adds to sums of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: _GradientSums, module: nn.Linear, value: Tensor, *_: Any) -> Tensor:
+        """Compute the layer's output; its weights are arguments so that autograd follows it."""
+        ctx.sums, ctx.module = sums, module
+        ctx.save_for_backward(value)
+        return torch.nn.functional.linear(value, module.weight, module.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the value, and add those of the weights."""
+        (gradient,), (value,) = gradients, ctx.saved_tensors
+        ctx.sums.add_linear(ctx.module, value, gradient)
+        needs_value = ctx.needs_input_grad[2]
+        return None, None, gradient @ ctx.module.weight if needs_value else None, None, None
