@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.memory._cpu_allocator import CachingAllocator
     from penstock.memory._probe import probe
     from penstock.memory._profile import (
+        CacheProfile,
         ComputeProfile,
         LinkProfile,
         MachineProfile,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RAM_FILESYSTEMS",
+    "CacheProfile",
     "CachingAllocator",
     "ComputeProfile",
     "Extent",
