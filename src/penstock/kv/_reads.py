@@ -150,10 +150,10 @@ class BlockReads:
             residency.touch(new)
             yield wanted.order, wanted.addresses
             return
-        hits = wanted.records[wanted.is_new & is_resident]
-        residency.pin(hits)  # none of them loses its slot before it was read
+        in_slots = wanted.records[wanted.is_new & is_resident]
+        residency.pin(in_slots)  # none of them loses its slot before it was read
         try:
-            self.num_misses += len(new) - len(hits)
+            self.num_misses += len(new) - len(in_slots)
             new_in_host = self._find_in_host(layout, wanted)
             missing = wanted.addresses == 0
             plan = None
@@ -163,7 +163,9 @@ class BlockReads:
                 self._keep_reading(plan, layer)  # before all that takes time
             try:
                 residency.touch(new)
-                self._admit_from_host(layout, wanted, new_in_host)
+                admitted = self._admit_from_host(layout, wanted, new_in_host)
+                residency.pin(admitted)
+                in_slots = np.concatenate([in_slots, admitted])
                 if plan is None:
                     yield wanted.order, wanted.addresses
                 else:
@@ -172,7 +174,7 @@ class BlockReads:
                 for group in () if plan is None else plan.take_groups():
                     self._discard(group)
         finally:
-            residency.release(hits)
+            residency.release(in_slots)
 
     def count_hits(self, layout: BlockLayout, records: np.ndarray) -> None:
         """Note that distinct records are used that are resident, all of them."""
@@ -217,15 +219,17 @@ class BlockReads:
         self._ledger.record_transfer(Link.HOST_TO_DEVICE, num_bytes, time.perf_counter_ns())
         return new
 
-    def _admit_from_host(self, layout: BlockLayout, wanted: _Wanted, new: np.ndarray) -> None:
-        """Copy those of some records to slots that are worth one."""
-        if new.any():
-            records, sources = wanted.records[new], wanted.addresses[new]
-            found = self._fill_slots(layout, self._admit(layout, records), sources)
-            if found is not sources:
-                number = np.cumsum(new) - 1
-                is_found = (number >= 0) & (wanted.records == records[number])
-                wanted.addresses[is_found] = found[number[is_found]]
+    def _admit_from_host(self, layout: BlockLayout, wanted: _Wanted, new: np.ndarray) -> np.ndarray:
+        """Copy those of some records to slots that are worth one; return those to be read there."""
+        if not new.any():
+            return wanted.records[:0]
+        records, sources = wanted.records[new], wanted.addresses[new]
+        found = self._fill_slots(layout, self._admit(layout, records), sources)
+        if found is not sources:
+            number = np.cumsum(new) - 1
+            is_found = (number >= 0) & (wanted.records == records[number])
+            wanted.addresses[is_found] = found[number[is_found]]
+        return records[found != sources]
 
     def _admit(self, layout: BlockLayout, records: np.ndarray) -> np.ndarray:
         """Give slots to those missing records that are worth one; return addresses, 0 for none."""
