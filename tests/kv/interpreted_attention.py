@@ -10,12 +10,14 @@ import math
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.codegen import count_bytes
 from penstock.kv.triton import _operator, attend_records
 from penstock.kv.triton._bytes import requested_bytes
+from penstock.kv.triton._copy import common_alignment, copy_launch
 from penstock.kv.triton._launch import RecordCall, attend, choose_tiles
 from record_layer import FLOAT, HALF, TOLERANCE, Layer, assert_close
 
@@ -268,3 +270,30 @@ def test_what_cannot_be_read_is_refused_by_name():
     layer.addresses = layer.addresses.to("meta")
     with pytest.raises(ValueError, match=r"operands are on .*cpu.*meta.*, but must be on"):
         layer.attend(attend_records)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 6, 24, 40, 64, 4096 + 16, 33000])
+def test_records_are_copied_between_addresses(num_bytes: int):
+    """Of any alignment, into places that lie apart, and nothing beside them."""
+    stride = num_bytes + 24
+    source = torch.randint(0, 256, (5 * stride + 64,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    order = np.array([3, 0, 4, 1])
+    sources = source.data_ptr() + np.arange(4) * stride
+    destinations = target.data_ptr() + order * stride
+    alignment = common_alignment(num_bytes, sources, destinations)
+    table = torch.from_numpy(np.stack([destinations, sources]))
+    copy_launch(table, num_bytes, alignment)()
+    expected = torch.zeros_like(source)
+    for i, place in enumerate(order.tolist()):
+        begin = place * stride
+        expected[begin : begin + num_bytes] = source[i * stride : i * stride + num_bytes]
+    assert torch.equal(target, expected)
+
+
+def test_the_alignment_is_that_of_all_addresses():
+    some = np.array([64, 4096])
+    assert common_alignment(96, some) == 16
+    assert common_alignment(24, some) == 8
+    assert common_alignment(96, some, np.array([4])) == 4
+    assert common_alignment(96, some, np.array([33])) == 1

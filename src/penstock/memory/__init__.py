@@ -10,7 +10,6 @@ from penstock.memory._extent_file import Extent, ExtentFile, StartedReads, Store
 from penstock.memory._extents import ExtentAllocator
 from penstock.memory._ledger import Ledger, Link, Span, Tier, Timeline
 from penstock.memory._ram import available_ram, installed_ram
-from penstock.memory._read_queue import IO_RING
 from penstock.memory._signals import deferred_signals, interruptible, uninterrupted
 from penstock.memory._staging import StagingBuffer, StagingPool
 from penstock.memory._store import RAM_FILESYSTEMS, FileStore, filesystem_type
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "IO_RING",
     "RAM_FILESYSTEMS",
     "CacheProfile",
     "CachingAllocator",
