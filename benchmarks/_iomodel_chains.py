@@ -115,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--arm", choices=ARMS, required=True)
+    parser.add_argument("--chunk-rows", type=int, help="instead of the plan's")
     options = parser.parse_args()
     rows, width, kind = CASES[options.case]
     torch.manual_seed(0)
@@ -127,7 +128,7 @@ def main() -> None:
 
     def call() -> Any:
         if options.arm == "run_chain":
-            return run_chain(modules, x, *others, plan=plan)
+            return run_chain(modules, x, *others, plan=plan, chunk_rows=options.chunk_rows)
         value = x
         for module in modules[:-1]:
             value = module(value)

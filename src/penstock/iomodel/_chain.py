@@ -30,7 +30,7 @@ from penstock.units import format_bytes, format_seconds
 Edge = Literal["spill", "stream", "fuse"]
 MOST_OPERATORS = 24  # beyond a chain; a graph with many branches takes exponential time
 _TICKS = 1e15  # for each second: sums of integers are the same in any order
-_WORTH = 0.05  # of the time with everything spilled, for keeping all of it out of memory
+_WORTH = 0.1  # of the time with everything spilled, for keeping all of it out of memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

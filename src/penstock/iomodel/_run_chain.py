@@ -148,17 +148,17 @@ def _time(call: Callable[[], object]) -> float:
 
 
 def _copy_traffic(weight: Tensor) -> int:
-    """Return the bytes of one pass: a weight is read, copied, and read."""
-    return weight.nbytes * 3
+    """Return the bytes of one pass: a weight is read and copied; 2.1 times its own as measured."""
+    return weight.nbytes * 2
 
 
 def _weight_traffic(weight: Tensor) -> int:
     """Return the bytes that a chunk of a step moves for a weight.
 
-    Both passes read it, and copy it into the order in which the product reads it; its gradient is
-    added to a sum that is read and written.
+    Both passes copy it into the order in which the product reads it; its gradient is added to a
+    sum that is read and written.
     """
-    return weight.nbytes * (8 if weight.requires_grad else 6)
+    return weight.nbytes * (6 if weight.requires_grad else 4)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
