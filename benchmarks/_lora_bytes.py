@@ -85,7 +85,7 @@ class CountedLayer:
                 "loaded": count.loaded_bytes,
                 "stored": count.stored_bytes,
                 "atomic": count.atomic_bytes,
-                "closed": form.loaded_bytes + form.stored_bytes + form.table_bytes,
+                "closed": form.requested_bytes,
                 "tables": form.table_bytes,
             }
             for count, (name, form) in zip(counts, forms.items(), strict=True)

@@ -4,7 +4,8 @@
     python benchmarks/kv.py --quick                  # one context
     python benchmarks/kv.py --part kernel            # the one-token kernel, by `_kv_kernel.py`
     python benchmarks/kv.py --part decode --contexts 16384 --store /mnt/nvme
-    python benchmarks/kv.py --device cuda --part kernel   # the Triton kernel, by `_kv_device.py`
+    python benchmarks/kv.py --device cuda                 # on a GPU: the Triton kernel, by
+                                                          # `_kv_device.py`, and `_kv_cache.py`
 
 Part `decode` fills each arm's cache with the same tokens, in chunks, and then times steps of one
 token; the arms take turns, step by step, in one process. An arm of ours keeps a share of the
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import sys
 import tempfile
@@ -34,6 +36,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import _kv_cache
 import _kv_device
 import _kv_kernel
 import penstock
@@ -364,21 +367,37 @@ def arguments() -> argparse.Namespace:
 
 
 def run_device(options: argparse.Namespace) -> None:
-    """Measure the kernel on a GPU; a cache's device tier is on the CPU so far."""
-    if options.part != ["kernel"]:
-        sys.exit("caches of penstock.kv run on the CPU so far: add --part kernel, or --device cpu")
-    contexts = _kv_device.CONTEXTS[:1] if options.quick else _kv_device.CONTEXTS
-    cases = [
+    """Measure the kernel and caches on a GPU."""
+    kernels = [
         _kv_device.DeviceCase(shape=shape, num_keys=num_keys)
         for shape in _kv_device.SHAPES
-        for num_keys in contexts
+        for num_keys in (_kv_device.CONTEXTS[:1] if options.quick else _kv_device.CONTEXTS)
     ]
+    caches = [
+        _kv_cache.CacheCase(shape=shape, context=context, num_layers=options.layers)
+        for shape in (["8B"] if options.quick else _kv_cache.SHAPES)
+        for context in (_kv_cache.CONTEXTS[:1] if options.quick else _kv_cache.CONTEXTS)
+    ]
+    kernels = kernels if "kernel" in options.part else []
+    caches = caches if "decode" in options.part else []
     if options.dry_run:
-        announce((str(case), arm) for case in cases for arm in _kv_device.ARMS)
+        announce((str(case), arm) for case in kernels for arm in _kv_device.ARMS)
+        announce(
+            (f"{part}: {case}", str(arm))
+            for case in caches
+            for arm in _kv_cache.ARMS
+            for part in ("decode", "prefill")
+        )
         return
-    for row in _kv_device.device_rows(cases, options.device, environment(options.device)):
-        print(row, file=sys.stderr, flush=True)
-        write_rows([row], options.out)
+    where = environment(options.device)
+    with tempfile.TemporaryDirectory() as directory:
+        store = options.store or directory
+        for row in itertools.chain(
+            _kv_device.device_rows(kernels, options.device, where),
+            _kv_cache.cache_rows(caches, _kv_cache.ARMS, options.device, store, where),
+        ):
+            print(row, file=sys.stderr, flush=True)
+            write_rows([row], options.out)
 
 
 def main() -> None:

@@ -126,6 +126,13 @@ def test_the_examples_of_long_contexts_run_one_after_the_other(store, monkeypatc
     (store / "prefix.kv").unlink()
 
 
+def test_the_examples_of_the_io_model_run_one_after_the_other(tmp_path):
+    examples = blocks("docs/iomodel.md")
+    assert len(examples) == 3
+    said = run("\n".join(examples), tmp_path)
+    assert "two-pass" in said and "false lead" in said and "rows at a time" in said
+
+
 def test_the_examples_of_attention_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     examples = blocks("docs/attention.md")
     assert len(examples) == 3

@@ -1,6 +1,6 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
-compat, solvers, units, errors, tables <- memory, codegen
+compat, solvers, units, errors, tables <- memory, codegen <- iomodel
   <- activations, unified, attention, graph, rgnn, batching <- traversal, lora, kv <- planner
   <- executor <- report <- integrations <- cli, env
 
@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "penstock"
 LAYERS = [
     {"compat", "solvers", "units", "errors", "tables", "_lazy", "_version"},
     {"memory", "codegen"},
+    {"iomodel"},
     {"activations", "unified", "attention", "graph", "rgnn", "batching"},
     {"traversal", "lora", "kv"},
     {"planner"},
@@ -32,10 +33,10 @@ LAYERS = [
 APART = {"activations", "unified", "attention", "rgnn", "batching"}
 # Rooms that may not use everything below them, only the first layer and these.
 ONLY = {
-    "attention": {"memory", "codegen"},
+    "attention": {"memory", "codegen", "iomodel"},
     "traversal": {"unified"},
-    "lora": {"batching", "codegen"},
-    "kv": {"memory", "codegen"},
+    "lora": {"batching", "codegen", "iomodel"},
+    "kv": {"memory", "codegen", "iomodel"},
     "planner": {"graph", "memory", "codegen"},
     "executor": {"planner", "memory", "graph", "codegen"},
 }

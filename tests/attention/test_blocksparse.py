@@ -203,11 +203,13 @@ def test_the_report_says_the_path_and_the_reason(path: str):
     assert blocksparse_report(q, k, v, Layout.causal(100), bias=torch.zeros(100)).path == path
 
 
-def test_causal_calls_of_fewer_heads_than_threads_are_sent_to_sdpa(monkeypatch):
-    q, k, v = operands(documents([100], 64, True, None), kv_heads=1, dtype=torch.float32)
-    layout = Layout.causal(100)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert blocksparse_report(q, k, v, layout).path == "SDPA"
+def test_causal_calls_are_sent_to_sdpa_where_it_is_faster():
+    layout, given = Layout.causal(100), operands(documents([100], 64, True, None))
+    for dtype in (torch.float16, torch.float32):
+        assert blocksparse_report(*(each.to(dtype) for each in given), layout).path == "C++"
+    q, k, v = (each.bfloat16() for each in given)
+    report = blocksparse_report(q, k, v, layout)
+    assert report.path == "SDPA" and "faster in torch.bfloat16" in report.reason
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )

@@ -72,15 +72,15 @@ def test_tensors_of_a_gpu_take_the_kernels_and_float64_does_not(monkeypatch):
     q: Any = OfDevice()
     blocks_of_keys, triangle = Layout.window(40, 5, 16), Layout.causal(40, 16)
     monkeypatch.setattr(_paths, "_has_triton", lambda: True)
-    assert _paths.choose_path(q, q, blocks_of_keys, None).name == "Triton"
-    assert _paths.choose_path(q, q, triangle, None).name == "SDPA"
-    assert _paths.choose_path(q, q, triangle, torch.zeros(1)).name == "Triton"
+    assert _paths.choose_path(q, blocks_of_keys, None).name == "Triton"
+    assert _paths.choose_path(q, triangle, None).name == "SDPA"
+    assert _paths.choose_path(q, triangle, torch.zeros(1)).name == "Triton"
     monkeypatch.setattr(OfDevice, "dtype", torch.float64)
-    path = _paths.choose_path(q, q, blocks_of_keys, None)
+    path = _paths.choose_path(q, blocks_of_keys, None)
     assert path.name == "torch" and "float64" in path.reason
     monkeypatch.setattr(OfDevice, "dtype", FLOAT)
     monkeypatch.setattr(_paths, "_has_triton", lambda: False)
-    path = _paths.choose_path(q, q, blocks_of_keys, None)
+    path = _paths.choose_path(q, blocks_of_keys, None)
     assert path.name == "torch" and "Triton" in path.reason
 
 

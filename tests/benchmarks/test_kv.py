@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import _kv_cache
 import _kv_device
 import kv
 from _rows import environment
@@ -39,12 +40,40 @@ def test_a_wrong_result_ends_the_measurement(monkeypatch):
         _kv_device.measure(CASE, torch.device("cpu"))
 
 
-def test_on_a_gpu_only_the_kernel_is_measured_so_far(monkeypatch, capsys):
-    for flags, said in ((["--part", "kernel"], "256"), ([], "")):
-        monkeypatch.setattr(sys, "argv", ["kv.py", "--device", "cuda", "--dry-run", *flags])
-        if said:
-            kv.main()
-            assert len(capsys.readouterr().out.splitlines()) == 2 * 3 * 5
-        else:
-            with pytest.raises(SystemExit, match="add --part kernel"):
-                kv.main()
+def test_what_is_measured_on_a_gpu(monkeypatch, capsys):
+    for part, num_rows in (("kernel", 2 * 3 * 5), ("decode", 2 * 3 * 8 * 2)):
+        monkeypatch.setattr(sys, "argv", ["kv.py", "--device", "cuda", "--dry-run", "--part", part])
+        kv.main()
+        assert len(capsys.readouterr().out.splitlines()) == num_rows
+
+
+def test_rows_of_caches_name_bytes_read(monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    monkeypatch.setitem(_kv_cache.SHAPES, "tiny", shape)
+    for name, number in (
+        ("CHUNK", 512),
+        ("STEPS", 2),
+        ("LINK_BYTES", 1 << 20),
+        ("STAGING_BYTES", 0),
+    ):
+        monkeypatch.setattr(_kv_cache, name, number)
+    case = _kv_cache.CacheCase(shape="tiny", context=16384, num_layers=1)
+    assert case.cache_bytes == 4 << 20
+    arms = [each for each in _kv_cache.ARMS if each.stock != _kv_cache.OFFLOADED]  # of a GPU
+    found = _kv_cache.cache_rows([case], arms, "cpu", str(tmp_path), environment())
+    rows = {(row.arm, row.extra["part"]): row for row in found}
+    assert len(rows) == 2 * len(arms)
+    decode = {arm: row for (arm, part), row in rows.items() if part == "decode"}
+    assert not decode["DynamicCache"].moved_bytes
+    quarter = decode["penstock, all, 1/4 resident, host below"]
+    selected = decode["penstock, nosa, 1/16 resident, host below"]
+    assert 0.5 * case.cache_bytes < quarter.moved_bytes["host->device"] < case.cache_bytes
+    assert selected.moved_bytes.get("host->device", 0) < quarter.moved_bytes["host->device"] / 4
+    assert quarter.limit is not None and quarter.extra["speed_to_stock"] > 0

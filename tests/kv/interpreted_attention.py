@@ -10,12 +10,14 @@ import math
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from penstock.codegen import ByteCount, count_bytes
+from penstock.codegen import count_bytes
 from penstock.kv.triton import _operator, attend_records
 from penstock.kv.triton._bytes import requested_bytes
+from penstock.kv.triton._copy import common_alignment, copy_launch
 from penstock.kv.triton._launch import RecordCall, attend, choose_tiles
 from record_layer import FLOAT, HALF, TOLERANCE, Layer, assert_close
 
@@ -216,13 +218,7 @@ def test_bytes_are_those_of_the_formula(shape, dtype):
         tiles = choose_tiles(call)
         for with_block_lse in (False, True):
             count = count_bytes(lambda: attend(call, with_block_lse=with_block_lse))  # noqa: B023
-            loaded, stored = requested_bytes(call, tiles, with_block_lse=with_block_lse)
-            assert count == ByteCount(
-                loaded_bytes=loaded,
-                stored_bytes=stored,
-                atomic_bytes=0,
-                num_launches=1 + (tiles.num_tasks > 1),
-            )
+            assert count == requested_bytes(call, tiles, with_block_lse=with_block_lse)
 
 
 def test_records_are_read_once_for_the_rows_of_a_group():
@@ -230,7 +226,7 @@ def test_records_are_read_once_for_the_rows_of_a_group():
     for group in (1, 8):
         layer = Layer(num_records=20, block_tokens=64, group=group, key_dim=64, value_dim=64)
         call = call_of(layer)
-        loaded, _ = requested_bytes(call, choose_tiles(call), with_block_lse=False)
+        loaded = requested_bytes(call, choose_tiles(call), with_block_lse=False).loaded_bytes
         assert layer.counts is not None
         records = int(layer.counts.sum()) * 128 * 4
         assert records < loaded < 1.1 * records
@@ -274,3 +270,30 @@ def test_what_cannot_be_read_is_refused_by_name():
     layer.addresses = layer.addresses.to("meta")
     with pytest.raises(ValueError, match=r"operands are on .*cpu.*meta.*, but must be on"):
         layer.attend(attend_records)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 6, 24, 40, 64, 4096 + 16, 33000])
+def test_records_are_copied_between_addresses(num_bytes: int):
+    """Of any alignment, into places that lie apart, and nothing beside them."""
+    stride = num_bytes + 24
+    source = torch.randint(0, 256, (5 * stride + 64,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    order = np.array([3, 0, 4, 1])
+    sources = source.data_ptr() + np.arange(4) * stride
+    destinations = target.data_ptr() + order * stride
+    alignment = common_alignment(num_bytes, sources, destinations)
+    table = torch.from_numpy(np.stack([destinations, sources]))
+    copy_launch(table, num_bytes, alignment)()
+    expected = torch.zeros_like(source)
+    for i, place in enumerate(order.tolist()):
+        begin = place * stride
+        expected[begin : begin + num_bytes] = source[i * stride : i * stride + num_bytes]
+    assert torch.equal(target, expected)
+
+
+def test_the_alignment_is_that_of_all_addresses():
+    some = np.array([64, 4096])
+    assert common_alignment(96, some) == 16
+    assert common_alignment(24, some) == 8
+    assert common_alignment(96, some, np.array([4])) == 4
+    assert common_alignment(96, some, np.array([33])) == 1

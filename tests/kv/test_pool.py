@@ -23,23 +23,15 @@ from penstock.kv._partial import ScoreRule, attend, merge, score, weigh
 from penstock.kv._visibility import Visibility
 from penstock.memory import FileStore, _transfers
 from penstock.memory._read_queue import QueuedReads
+from pool_model import PoolModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DIM = 4
-
-
-def read_all(pool: BlockPool, layer: int) -> torch.Tensor:
-    """Keys of all full blocks, `(B, H, tokens, dim)`."""
-    batch, heads = pool.batch_size(layer), pool.layout(layer).num_heads
-    blocks = torch.arange(pool.num_blocks(layer)).expand(batch, heads, -1)
-    return pool.keys_of(layer, blocks).flatten(2, 3)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of operations, against tensors that are simply kept."""
+    """Any order of operations."""
 
     store: Path
-    options: dict[str, Any]
 
     @initialize(
         block_tokens=st.integers(1, 5),
@@ -48,107 +40,48 @@ class PoolMachine(RuleBasedStateMachine):
         slots=st.integers(0, 6),
         batch=st.integers(1, 3),
     )
-    def make(self, block_tokens: int, heads: int, where: str, slots: int, batch: int) -> None:
-        self.heads = heads
-        record_bytes = 64 * math.ceil(block_tokens * 2 * DIM * 4 / 64)
-        if where != "host":
-            record_bytes = 4096 * math.ceil(record_bytes / 4096)
-        page_bytes = heads * record_bytes
-        self.budget_bytes = 2 * page_bytes + slots * record_bytes
-        self.options = {
-            "device_memory": self.budget_bytes,
-            "host_memory": {"host": None, "file": 0, "both": 2 * page_bytes}[where],
-            "store": None if where == "host" else self.store,
-            "block_tokens": block_tokens,
-            "num_layers": 2,
-        }
-        self.pool = BlockPool(**self.options)
-        empty = torch.zeros(batch, heads, 0, DIM)
-        self.model = dict.fromkeys(range(2), (empty, empty))
-        self.generator = torch.Generator().manual_seed(block_tokens)
+    def make(self, **options: Any) -> None:
+        self.model = PoolModel(self.store, **options)
 
     def teardown(self) -> None:
-        if hasattr(self, "pool"):
-            self.pool.close()
+        if hasattr(self, "model"):
+            self.model.pool.close()
 
     @rule(layer=st.integers(0, 1), length=st.integers(1, 13))
     def append(self, layer: int, length: int) -> None:
-        batch = self.model[layer][0].shape[0]
-        if self.pool.length(layer) == 0:
-            batch = max(batch, 1)
-        shape = (batch, self.heads, length, DIM)
-        keys, values = (torch.rand(shape, generator=self.generator) for _ in range(2))
-        self.pool.append(layer, keys, values)
-        before = [each.expand(batch, -1, -1, -1) for each in self.model[layer]]
-        self.model[layer] = (torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2))
+        self.model.append(layer, length)
 
     @rule(data=st.data(), layer=st.integers(0, 1))
     def crop(self, data: st.DataObject, layer: int) -> None:
-        length = data.draw(st.integers(0, self.model[layer][0].shape[2] + 2))
-        self.pool.crop(length, [layer])
-        keys, values = self.model[layer]
-        self.model[layer] = keys[:, :, :length], values[:, :, :length]
+        self.model.crop(layer, data.draw(st.integers(0, self.model.kept[layer][0].shape[2] + 2)))
 
-    @precondition(lambda self: all(self.pool.length(layer) for layer in range(2)))
+    @precondition(lambda self: all(self.model.pool.length(layer) for layer in range(2)))
     @rule(data=st.data())
     def reorder(self, data: st.DataObject) -> None:
-        least = min(self.pool.batch_size(layer) for layer in range(2))
-        index = data.draw(st.lists(st.integers(0, least - 1), min_size=1, max_size=4))
-        self.pool.reorder(torch.tensor(index))
-        self.model = {
-            layer: (keys[index], values[index]) for layer, (keys, values) in self.model.items()
-        }
+        least = min(self.model.pool.batch_size(layer) for layer in range(2))
+        index = st.lists(st.integers(0, least - 1), min_size=1, max_size=4)
+        self.model.reorder(data.draw(index))
 
     @rule(layer=st.integers(0, 1), repeats=st.integers(1, 2))
     def repeat(self, layer: int, repeats: int) -> None:
-        if self.pool.length(layer) and self.pool.batch_size(layer) * repeats <= 6:
-            self.pool.repeat(repeats, [layer])
-            keys, values = self.model[layer]
-            self.model[layer] = (
-                keys.repeat_interleave(repeats, 0),
-                values.repeat_interleave(repeats, 0),
-            )
+        self.model.repeat(layer, repeats)
 
     @rule(layer=st.integers(0, 1))
     def reset(self, layer: int) -> None:
-        self.pool.reset([layer])
-        keys, values = self.model[layer]
-        self.model[layer] = keys[:, :, :0], values[:, :, :0]
+        self.model.reset(layer)
 
     @rule()
     def save_and_load(self) -> None:
-        path = self.store / "prefix"
-        self.pool.save(path)
-        self.pool.close()
-        # In a prefix file a record takes a multiple of 4096 bytes, and so does it in slots.
-        self.budget_bytes = max(self.budget_bytes, (2 * self.heads + 1) * 4096)
-        self.pool = BlockPool(**{**self.options, "device_memory": self.budget_bytes}, prefix=path)
-        path.unlink()
+        self.model.save_and_load()
 
     @rule(layer=st.integers(0, 1), num_queries=st.sampled_from([1, 2, 20]))
     def attend(self, layer: int, num_queries: int) -> None:
-        keys, values = self.model[layer]
-        if not keys.shape[2]:
-            return
-        shape = (keys.shape[0], 2 * self.heads, num_queries, DIM)
-        query = torch.rand(shape, generator=self.generator)
-        out = attend_pool(self.pool, layer, query, ScoreRule(0.5), Visibility())
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), scale=0.5
-        )
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        self.model.attend(layer, num_queries)
 
     @invariant()
     def holds_the_same(self) -> None:
-        if not hasattr(self, "pool"):
-            return
-        for layer, (keys, _) in self.model.items():
-            assert self.pool.length(layer) == keys.shape[2]
-            if self.pool.num_blocks(layer):
-                full = self.pool.num_blocks(layer) * self.pool.block_tokens
-                assert torch.equal(read_all(self.pool, layer), keys[:, :, :full])
-        report = self.pool.report()
-        assert report.device_bytes - report.tail_bytes <= self.budget_bytes
+        if hasattr(self, "model"):
+            self.model.check()
 
 
 def test_any_order_of_operations(store: Path):
@@ -291,6 +224,8 @@ def test_shapes_that_do_not_fit():
         pool.append(0, torch.rand(1, 2, 1, 32), torch.rand(1, 2, 2, 32))
     with pytest.raises(TypeError, match="float64"):
         pool.append(1, torch.rand(1, 2, 1, 32).double(), torch.rand(1, 2, 1, 32).double())
+    with pytest.raises(ValueError, match="on the pool's device, cpu; got meta and cpu"):
+        pool.append(0, torch.rand(1, 2, 1, 32, device="meta"), torch.rand(1, 2, 1, 32))
     with pytest.raises(IndexError):
         pool.reorder(torch.tensor([1]))
     assert pool.length(0) == 20

@@ -33,6 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_probe, "_MATRIX_ROWS", {"cpu": 64, "cuda": 64})
     monkeypatch.setattr(_probe, "_VECTOR_BYTES", {"cpu": 2**16, "cuda": 2**16})
     monkeypatch.setattr(_probe, "_REQUEST_BYTES", 2**20)
+    monkeypatch.setattr(_probe, "_CACHE_RUN_BYTES", 2**20)
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,7 @@ def test_with_a_gpu_all_links_meet_in_the_host(store: Path, monkeypatch: pytest.
         _probe, "_measure_pcie", lambda: {L.DEVICE_TO_HOST: pcie, L.HOST_TO_DEVICE: pcie}
     )
     monkeypatch.setattr(_probe, "_measure_compute", lambda device: None)
+    monkeypatch.setattr(_probe, "_measure_caches", lambda device: ((), ()))
     profile = penstock.probe(store)
     assert set(profile.tiers) == set(Tier)
     assert profile.tiers[Tier.DEVICE].capacity_bytes == 2**37

@@ -62,7 +62,7 @@ def _attend(
     check_operands(q, k, v, layout)
     bias = _expand_bias(bias, q, k)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if choose_path(q, k, layout, bias).name != "SDPA":
+    if choose_path(q, layout, bias).name != "SDPA":
         return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, scale)[0]
     return scaled_dot_product_attention(
         q,

@@ -26,18 +26,23 @@ class Path(NamedTuple):
     reason: str
 
 
-def choose_path(q: Tensor, k: Tensor, layout: Layout, bias: Tensor | None) -> Path:
+# On the CPU, SDPA's causal path takes 0.55 to 0.85 of the time of ours in bfloat16, which processors multiply
+# themselves, and 0.8 in float64; in float32 and float16 it takes 1.2 to 1.6 times as long.
+_FASTER_BY_SDPA = (torch.bfloat16, torch.float64)
+
+
+def choose_path(q: Tensor, layout: Layout, bias: Tensor | None) -> Path:
     """Return the path that `blocksparse` takes for these operands."""
     name = name_kernels(q)
     if bias is None and layout.pattern == "dense":
-        return Path("SDPA", "every query sees every key")
+        return Path("SDPA", "every query sees every key, where SDPA is as fast")
     if bias is None and layout.pattern == "causal":
         if name == "Triton":
             return Path("SDPA", "it is causal, which SDPA has kernels for on a GPU")
         if name == "torch":
             return Path("SDPA", f"it is causal, and there is no kernel of ours for {q.device}")
-        if not _native.does_sweep(k.shape[0] * k.shape[1], _num_threads()):
-            return Path("SDPA", "it is causal, and there are fewer KV heads than threads")
+        if q.dtype in _FASTER_BY_SDPA:
+            return Path("SDPA", f"it is causal, where SDPA is faster in {q.dtype}")
     return Path(name, _explain(name, q))
 
 
@@ -50,11 +55,6 @@ def _explain(name: str, q: Tensor) -> str:
         return "its GPU has no kernel of float64" if is_double else "Triton is not installed"
     reasons = {"C++": "blocks on the CPU", "Triton": "blocks on a GPU"}
     return reasons.get(name, "its device has no kernel")
-
-
-@torch.compiler.assume_constant_result
-def _num_threads() -> int:
-    return torch.get_num_threads()
 
 
 @torch.compiler.assume_constant_result

@@ -60,7 +60,7 @@ def blocksparse_report(
         ValueError: As `blocksparse`.
     """
     check_operands(q, k, v, layout)
-    path = choose_path(q, k, layout, bias)
+    path = choose_path(q, layout, bias)
     copies = q.shape[0] * q.shape[1] // layout.num_heads
     pairs = copies * layout.num_blocks * layout.block**2
     dim, value_dim = q.shape[3], v.shape[3]

@@ -39,10 +39,19 @@ struct Call {
   double scale;
 };
 
-template <class Element>
-struct SumsOf { typedef float Type; };
-template <>
-struct SumsOf<double> { typedef double Type; };
+// Call `body` with an element of the kind of operands whose sums are of type Real.
+template <class Real, class Body>
+inline void with_element(int64_t kind, Body body) {
+  if constexpr (sizeof(Real) == sizeof(double)) {
+    body(double{});
+  } else {
+    switch (kind) {
+      case 0: body(float{}); break;
+      case 1: body(Half{}); break;
+      default: body(Brain{});
+    }
+  }
+}
 
 // Rows of a tensor that pass: as they lie, or as copied.
 template <class Real>
@@ -71,9 +80,9 @@ class Scratch {
 
 // Operands of a call by block. All are padded: rows that pass to whole groups, tokens that stay to
 // whole panels, and columns to whole vectors; what is added is 0.
-template <class Element>
+template <class Sums>
 struct Blocks {
-  using Real = typename SumsOf<Element>::Type;
+  using Real = Sums;
   static constexpr int64_t kCount = Lanes<Real>::kCount, kWidth = kVecs * kCount;
   static constexpr Real kHidden = -std::numeric_limits<Real>::infinity();
 
@@ -101,14 +110,11 @@ struct Blocks {
   Rows<Real> read_block(const void* tensor, const Strides& strides, int64_t batch, int64_t head,
                         int64_t first, int64_t count, int64_t columns, int64_t padded, Real* room,
                         int64_t multiple = kGroup) const {
-    const auto* from = static_cast<const Element*>(tensor) + batch * strides.batch +
-                       head * strides.head + first * strides.token;
-    if constexpr (sizeof(Element) == sizeof(Real)) {
-      if (strides.token == padded && columns == padded && count % multiple == 0)
-        return {from, padded};
-    }
+    const int64_t from = batch * strides.batch + head * strides.head + first * strides.token;
+    if (are_sums() && strides.token == padded && columns == padded && count % multiple == 0)
+      return {static_cast<const Real*>(tensor) + from, padded};
     for (int64_t r = 0; r < count; ++r) {
-      read_row(from + r * strides.token, columns, room + r * padded);
+      read(tensor, from + r * strides.token, columns, room + r * padded);
       std::fill(room + r * padded + columns, room + (r + 1) * padded, Real{});
     }
     std::fill(room + count * padded, room + pad_to(count, multiple) * padded, Real{});
@@ -136,23 +142,36 @@ struct Blocks {
   void write_block(const Real* panels, int64_t padded, Real factor, void* tensor,
                    const Strides& strides, int64_t batch, int64_t head, int64_t first,
                    int64_t count, int64_t columns, Real* room) const {
-    auto* to = static_cast<Element*>(tensor) + batch * strides.batch + head * strides.head +
-               first * strides.token;
+    const int64_t to = batch * strides.batch + head * strides.head + first * strides.token;
     for (int64_t token = 0; token < count; token += kCount) {
       const Real* from = panels + token / kWidth * padded * kWidth + token % kWidth;
       for (int64_t c = 0; c < padded; c += kCount)
         transpose_square<Real>(from + c * kWidth, kWidth, room + c, padded);
       for (int64_t i = 0; i < std::min(kCount, count - token); ++i)
-        write_scaled(room + i * padded, padded, factor, columns, to + (token + i) * strides.token);
+        write_scaled(room + i * padded, padded, factor, columns, tensor,
+                     to + (token + i) * strides.token);
     }
   }
 
   // Write a row, times a factor; what is in `row` changes.
-  void write_scaled(Real* row, int64_t padded, Real factor, int64_t columns, Element* to) const {
+  void write_scaled(Real* row, int64_t padded, Real factor, int64_t columns, void* tensor,
+                    int64_t to) const {
     for (int64_t c = 0; c < padded; c += kCount)
       store_vec<Real>(row + c, factor * load_vec<Real>(row + c));
-    write_row(row, columns, to);
+    with_element<Real>(call.kind, [&](auto element) {
+      write_row(row, columns, static_cast<decltype(element)*>(tensor) + to);
+    });
   }
+
+  // Read elements of a tensor, from a place on.
+  void read(const void* tensor, int64_t from, int64_t count, Real* to) const {
+    with_element<Real>(call.kind, [&](auto element) {
+      read_row(static_cast<const decltype(element)*>(tensor) + from, count, to);
+    });
+  }
+
+  // Return whether elements have the type of sums.
+  bool are_sums() const { return call.kind == 0 || call.kind == 3; }
 
   const Real* bias_of(int64_t batch, int64_t head) const {
     if (call.bias == nullptr) return nullptr;

@@ -39,10 +39,9 @@ struct KeyRanges {
 //     P = exp(s - lse)    dV = P' dO    dS = P (dO V' - delta)    dK = scale dS' Q    db = sum_i dS
 //
 // and, in the same order of sums as the pass over queries, dQ += dS K.
-template <class Element>
-struct KeyGradientPass : Blocks<Element> {
-  using Base = Blocks<Element>;
-  using Real = typename Base::Real;
+template <class Real>
+struct KeyGradientPass : Blocks<Real> {
+  using Base = Blocks<Real>;
   using Base::call, Base::dim, Base::value_dim, Base::num_panels, Base::kCount, Base::kWidth,
       Base::kHidden;
   using V = Vec<Real>;
@@ -80,7 +79,7 @@ struct KeyGradientPass : Blocks<Element> {
 
   // Return whether the gradient of queries can hold sums: whole vectors, and whole groups of rows.
   bool has_rows_in_place() const {
-    return sizeof(Element) == sizeof(Real) && call.dim == dim && call.num_queries % kGroup == 0;
+    return this->are_sums() && call.dim == dim && call.num_queries % kGroup == 0;
   }
 
   Rows<Real> query_sums(int64_t head) const {
@@ -102,10 +101,10 @@ struct KeyGradientPass : Blocks<Element> {
     });
     for (int64_t each = 0; each < call.num_key_blocks; ++each) run_block(number, each);
     for_query_rows([&](Rows<Real> sums, int64_t head, int64_t query) {
-      auto* to = static_cast<Element*>(call.dq) + batch * call.dq_strides.batch +
-                 head * call.dq_strides.head + query * call.dq_strides.token;
+      const int64_t to = batch * call.dq_strides.batch + head * call.dq_strides.head +
+                         query * call.dq_strides.token;
       this->write_scaled(const_cast<Real*>(sums.data) + query * sums.stride, dim,
-                         static_cast<Real>(call.scale), call.dim, to);
+                         static_cast<Real>(call.scale), call.dim, call.dq, to);
     });
   }
 
@@ -243,29 +242,39 @@ struct KeyGradientPass : Blocks<Element> {
   }
 };
 
-// delta_i = dO_i . O_i of some queries.
-template <class Element>
-void add_deltas(const Call& call, int64_t number) {
-  using Real = typename SumsOf<Element>::Type;
-  const int64_t query_block = number % call.num_query_blocks;
-  const int64_t head = number / call.num_query_blocks % call.heads;
-  const int64_t batch = number / call.num_query_blocks / call.heads;
-  std::vector<Real> left(call.value_dim), right(call.value_dim);
-  const int64_t end = std::min(call.num_queries, (query_block + 1) * call.block);
-  for (int64_t query = query_block * call.block; query < end; ++query) {
-    read_row(static_cast<const Element*>(call.out) + batch * call.out_strides.batch +
-                 head * call.out_strides.head + query * call.out_strides.token,
-             call.value_dim, left.data());
-    read_row(static_cast<const Element*>(call.dout) + batch * call.dout_strides.batch +
-                 head * call.dout_strides.head + query * call.dout_strides.token,
-             call.value_dim, right.data());
-    Real sums[16] = {};
-    for (int64_t c = 0; c < call.value_dim; ++c) sums[c % 16] += left[c] * right[c];
-    for (int i = 1; i < 16; ++i) sums[0] += sums[i];
-    static_cast<Real*>(call.delta)[(batch * call.heads + head) * call.num_queries + query] =
-        sums[0];
+// delta_i = dO_i . O_i of the queries of a block.
+template <class Real>
+struct DeltaPass : Blocks<Real> {
+  static constexpr int kSums = 16;
+  std::vector<Real> left, right;
+
+  explicit DeltaPass(const Call& of)
+      : Blocks<Real>(of), left(of.value_dim), right(of.value_dim) {}
+
+  void run_task(int64_t number) {
+    const Call& call = this->call;
+    const int64_t row = number % call.num_query_blocks;
+    const int64_t head = number / call.num_query_blocks % call.heads;
+    const int64_t batch = number / call.num_query_blocks / call.heads;
+    auto* delta =
+        static_cast<Real*>(call.delta) + (batch * call.heads + head) * call.num_queries;
+    for (int64_t query = row * call.block; query < row * call.block + this->queries_of(row);
+         ++query) {
+      this->read(call.out, place(call.out_strides, batch, head, query), call.value_dim,
+                 left.data());
+      this->read(call.dout, place(call.dout_strides, batch, head, query), call.value_dim,
+                 right.data());
+      Real sums[kSums] = {};
+      for (int64_t c = 0; c < call.value_dim; ++c) sums[c % kSums] += left[c] * right[c];
+      for (int i = 1; i < kSums; ++i) sums[0] += sums[i];
+      delta[query] = sums[0];
+    }
   }
-}
+
+  static int64_t place(const Strides& strides, int64_t batch, int64_t head, int64_t query) {
+    return batch * strides.batch + head * strides.head + query * strides.token;
+  }
+};
 
 // Have threads take tasks until none is left, each with memory of its own.
 template <class Make>
@@ -280,45 +289,41 @@ void run_tasks(const Call& call, int64_t count, Make make) {
   });
 }
 
-template <class Element>
+template <class Real>
 void run_forward(const Call& call) {
-  using Block = QueryBlock<Element>;
+  using Block = QueryBlock<Real>;
   struct Pass {
     Block block;
-    void run_task(int64_t number) { ForwardPass<Element>{block}.run_task(number); }
+    void run_task(int64_t number) { ForwardPass<Real>{block}.run_task(number); }
   };
   run_tasks(call, call.batch * call.heads * call.num_query_blocks,
             [&] { return Pass{Block(call)}; });
 }
 
-template <class Element>
+template <class Real>
 void run_backward(const Call& call) {
-  using Block = QueryBlock<Element>;
-  struct Deltas {
-    const Call& call;
-    void run_task(int64_t number) { add_deltas<Element>(call, number); }
-  };
+  using Block = QueryBlock<Real>;
   struct Pass {
     Block block;
     void run_task(int64_t number) {
-      QueryGradientPass<Element>{block}.run_task(number);
+      QueryGradientPass<Real>{block}.run_task(number);
     }
   };
   const int64_t num_rows = call.batch * call.heads * call.num_query_blocks;
-  run_tasks(call, num_rows, [&] { return Deltas{call}; });
+  run_tasks(call, num_rows, [&] { return DeltaPass<Real>(call); });
   if (call.sweeps) {
     run_tasks(call, call.batch * call.kv_heads,
-              [&] { return KeyGradientPass<Element>(call); });
+              [&] { return KeyGradientPass<Real>(call); });
     return;
   }
   run_tasks(call, num_rows, [&] { return Pass{Block(call)}; });
   run_tasks(call, call.batch * call.kv_heads * call.num_key_blocks,
-            [&] { return KeyGradientPass<Element>(call); });
+            [&] { return KeyGradientPass<Real>(call); });
 }
 
-template <class Element>
+template <class Real>
 void run_call(const Call& call) {
-  call.dout == nullptr ? run_forward<Element>(call) : run_backward<Element>(call);
+  call.dout == nullptr ? run_forward<Real>(call) : run_backward<Real>(call);
 }
 
 }  // namespace
@@ -328,11 +333,6 @@ void run_call(const Call& call) {
 extern "C" int penstock_blocksparse(const char* arguments) {
   const Call& call = *reinterpret_cast<const Call*>(arguments);
   if (!is_valid(call)) return 0;
-  switch (call.kind) {
-    case 0: run_call<float>(call); break;
-    case 1: run_call<Half>(call); break;
-    case 2: run_call<Brain>(call); break;
-    default: run_call<double>(call);
-  }
+  call.kind == 3 ? run_call<double>(call) : run_call<float>(call);
   return 1;
 }

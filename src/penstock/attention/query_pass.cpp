@@ -33,10 +33,9 @@ struct QueryRanges {
 };
 
 // A block of queries that stays, with the memory of a thread.
-template <class Element>
-struct QueryBlock : Blocks<Element> {
-  using Base = Blocks<Element>;
-  using Real = typename Base::Real;
+template <class Real>
+struct QueryBlock : Blocks<Real> {
+  using Base = Blocks<Real>;
   using Base::call, Base::dim, Base::value_dim, Base::num_panels, Base::kCount, Base::kWidth,
       Base::kHidden;
   using V = Vec<Real>;
@@ -110,10 +109,9 @@ struct QueryBlock : Blocks<Element> {
 //
 //     m' = max(m, max_j s_j)    l' = exp(m - m') l + sum_j exp(s_j - m')
 //     O' = exp(m - m') O + sum_j exp(s_j - m') v_j
-template <class Element>
+template <class Real>
 struct ForwardPass {
-  using Block = QueryBlock<Element>;
-  using Real = typename Block::Real;
+  using Block = QueryBlock<Real>;
   using V = Vec<Real>;
   static constexpr int64_t kCount = Block::kCount, kWidth = Block::kWidth;
 
@@ -122,7 +120,6 @@ struct ForwardPass {
 
   void run_task(int64_t number) {
     of.begin(number);
-    const Call& call = of.call;
     bias = of.bias_of(of.batch, of.head);
     std::fill_n(of.sums, of.num_lanes * of.value_dim, Real{});
     std::fill_n(of.maxima, of.num_lanes, Block::kHidden);
@@ -219,10 +216,9 @@ struct ForwardPass {
 // The gradient of a block of queries.
 //
 //     P = exp(s - lse)    dS = P (dO V' - delta)    dQ = scale dS K
-template <class Element>
+template <class Real>
 struct QueryGradientPass {
-  using Block = QueryBlock<Element>;
-  using Real = typename Block::Real;
+  using Block = QueryBlock<Real>;
   using V = Vec<Real>;
   static constexpr int64_t kCount = Block::kCount, kWidth = Block::kWidth;
 

@@ -177,10 +177,10 @@ inline void transpose_square(const Real* from, int64_t from_stride, Real* to, in
 // Numbers of 16 bits as float, and back, to the nearest.
 
 inline void read_row(const float* from, int64_t count, float* to) {
-  std::memcpy(to, from, count * sizeof(float));
+  std::copy_n(from, count, to);  // which may be the same
 }
 inline void read_row(const double* from, int64_t count, double* to) {
-  std::memcpy(to, from, count * sizeof(double));
+  std::copy_n(from, count, to);
 }
 inline void read_row(const Brain* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) {

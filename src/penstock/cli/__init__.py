@@ -1,4 +1,4 @@
-"""The command line: `penstock run | plan | probe | env | demo`.
+"""The command line: `penstock run | plan | explain | probe | env | demo`.
 
 Nothing here imports torch before a command needs it, so that `--help` answers at once and `env`
 works when torch does not.
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 import penstock
+from penstock.cli._explain import ExplainOptions, explain
 from penstock.cli._options import add_command
 from penstock.cli._plan import PlanOptions, plan
 from penstock.cli._run import STORE_OPTION, STORE_VARIABLE, RunCommand, RunOptions, run
@@ -121,6 +122,7 @@ add_command(
     context_settings={"allow_interspersed_args": False},
 )
 add_command(app, "plan", PlanOptions, plan)
+add_command(app, "explain", ExplainOptions, explain)
 add_command(app, "probe", ProbeOptions, probe)
 add_command(app, "env", EnvOptions, env)
 add_command(app, "demo", DemoOptions, run_demo)

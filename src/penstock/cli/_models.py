@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from penstock.cli._functions import import_function
 from penstock.cli._options import name_option, number_option
 from penstock.errors import PenstockError
 
@@ -122,17 +121,10 @@ def capture_function(source: str) -> StepGraph:
     """Capture a step from a function that returns (model, optimizer, batch) or (..., loss)."""
     from penstock.graph import capture
 
-    module_name, _, function_name = source.partition(":")
-    sys.path.insert(0, "")  # as `python -m` does
     try:
-        function: Callable[[], Any] = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(
-            f"{source!r} cannot be imported ({error}): give module:function, as in train:make, "
-            "from the directory that the module is in"
-        ) from error
-    finally:
-        sys.path.remove("")
+        function = import_function(source)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     parts = function()
     if not isinstance(parts, tuple) or len(parts) not in (3, 4):
         raise ModelError(

@@ -14,6 +14,7 @@ from penstock.codegen._load import load_library, load_module, load_optional_libr
 from penstock.codegen._structs import struct_type, to_struct
 
 __all__ = [
+    "IO_RING",
     "THREADS",
     "VECTORS",
     "ByteCount",
@@ -30,6 +31,8 @@ __all__ = [
     "why_nothing_can_be_built",
 ]
 
+IO_RING = Path(__file__).with_name("io_ring.cpp")
+"""C++ source of `Ring`, the kernel's queue of reads; it comes before what uses it."""
 THREADS = Path(__file__).with_name("threads.cpp")
 """C++ source of `parallel`, which works with torch's threads: the first one of a library's."""
 VECTORS = Path(__file__).with_name("vectors.cpp")

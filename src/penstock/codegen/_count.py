@@ -34,26 +34,50 @@ _counting = threading.RLock()  # the interpreter is one for all threads
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteCount:
-    """Bytes that kernels asked for; each lane of an access counts that its mask lets through.
+    """Bytes that kernels ask for; each lane of an access counts that its mask lets through.
+
+    The closed forms of Penstock's kernels are of this class too, and equal to what is counted.
 
     Attributes:
         loaded_bytes: Of loads.
         stored_bytes: Of stores.
         atomic_bytes: Of atomic operations, each of which both reads and writes them.
         num_launches: Kernels launched, those on an empty grid included.
+        table_bytes: Of the loaded bytes, those of tables that programs find their work by: known to
+            closed forms alone, and not compared.
     """
 
     loaded_bytes: int
     stored_bytes: int
-    atomic_bytes: int
-    num_launches: int
+    atomic_bytes: int = 0
+    num_launches: int = 1
+    table_bytes: int = dataclasses.field(default=0, compare=False)
+
+    @property
+    def requested_bytes(self) -> int:
+        """Bytes of all accesses; an atomic operation reads and writes its own."""
+        return self.loaded_bytes + self.stored_bytes + 2 * self.atomic_bytes
+
+    def __add__(self, other: ByteCount) -> ByteCount:
+        """Return the bytes of both."""
+        return ByteCount(
+            loaded_bytes=self.loaded_bytes + other.loaded_bytes,
+            stored_bytes=self.stored_bytes + other.stored_bytes,
+            atomic_bytes=self.atomic_bytes + other.atomic_bytes,
+            num_launches=self.num_launches + other.num_launches,
+            table_bytes=self.table_bytes + other.table_bytes,
+        )
 
     def to_dict(self) -> dict[str, int]:
         """Return the fields as numbers that JSON has."""
         return dataclasses.asdict(self)
 
 
-def count_bytes(kernel_call: Callable[[], object]) -> ByteCount:
+Visit = Callable[[str, Any, int], None]
+"""Takes an access: `"loaded"`, `"stored"` or `"atomic"`, its addresses, and the bytes of each."""
+
+
+def count_bytes(kernel_call: Callable[[], object], *, visit: Visit | None = None) -> ByteCount:
     """Count the bytes that Triton kernels load and store, under Triton's interpreter.
 
     These are requests: what a cache answers counts as well, and an element that two programs load
@@ -68,6 +92,9 @@ def count_bytes(kernel_call: Callable[[], object]) -> ByteCount:
     Args:
         kernel_call: A function without arguments that launches kernels, on tensors of any device.
             Triton must have been imported with the environment variable `TRITON_INTERPRET=1`.
+        visit: Called for each access of a program, in order, with `"loaded"`, `"stored"` or
+            `"atomic"`, the addresses (uint64 array) of the lanes that are let through, and the
+            bytes of each.
 
     Returns:
         The bytes of all its launches.
@@ -77,7 +104,7 @@ def count_bytes(kernel_call: Callable[[], object]) -> ByteCount:
             than those that are counted, or a kernel was compiled.
     """
     totals: dict[str, int] = dict.fromkeys(("loaded", "stored", "atomic", "launches"), 0)
-    with _counting, _count_into(_find_interpreter(), totals):
+    with _counting, _count_into(_find_interpreter(), totals, visit):
         kernel_call()
     return ByteCount(
         loaded_bytes=totals["loaded"],
@@ -131,7 +158,7 @@ def _first_arguments(builder: Any, name: str, count: int) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _count_into(interpreter: Any, totals: dict[str, int]) -> Iterator[None]:
+def _count_into(interpreter: Any, totals: dict[str, int], visit: Visit | None) -> Iterator[None]:
     """Wrap the interpreter's accesses and launches, and restore them at the end."""
     from triton.runtime.jit import JITFunction
 
@@ -140,13 +167,10 @@ def _count_into(interpreter: Any, totals: dict[str, int]) -> Iterator[None]:
     def add(kind: str, pointers: Any, mask: Any) -> None:
         lanes = pointers.data.size if mask is None else _count_lanes(pointers, mask)
         bits = pointers.get_element_ty().primitive_bitwidth
-        totals[kind] += lanes * max(1, bits // 8)  # a bool takes a byte
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PenstockError(
-            "a kernel is compiled, where count_bytes counts interpreted ones: set "
-            "TRITON_INTERPRET=1 before the module of the kernel is imported"
-        )
+        item_bytes = max(1, bits // 8)  # a bool takes a byte
+        totals[kind] += lanes * item_bytes
+        if visit is not None:
+            visit(kind, _find_addresses(pointers, mask), item_bytes)
 
     # Each with what it does before the interpreter's own.
     wrapped = {
@@ -159,7 +183,7 @@ def _count_into(interpreter: Any, totals: dict[str, int]) -> Iterator[None]:
         ),
         (builder, "create_atomic_cas"): lambda self, ptr, *_: add("atomic", ptr, None),
         (executor, "__call__"): lambda *_, **__: totals.update(launches=totals["launches"] + 1),
-        (JITFunction, "run"): refuse,
+        (JITFunction, "run"): _refuse_compiled,
     }
     with contextlib.ExitStack() as stack:
         for (owner, name), before in wrapped.items():
@@ -167,6 +191,13 @@ def _count_into(interpreter: Any, totals: dict[str, int]) -> Iterator[None]:
             setattr(owner, name, _run_before(original, before))
             stack.callback(setattr, owner, name, original)
         yield
+
+
+def _refuse_compiled(*_: Any, **__: Any) -> None:
+    raise PenstockError(
+        "a kernel is compiled, where count_bytes counts interpreted ones: set TRITON_INTERPRET=1 "
+        "before the module of the kernel is imported"
+    )
 
 
 def _run_before(function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
@@ -182,7 +213,19 @@ def _run_before(function: Callable[..., Any], before: Callable[..., None]) -> Ca
 
 
 def _count_lanes(pointers: Any, mask: Any) -> int:
-    """Return the lanes of an access that its mask lets through.
+    """Return the lanes of an access that its mask lets through."""
+    import numpy as np
+
+    return int(np.count_nonzero(_find_lanes(pointers, mask)))
+
+
+def _find_addresses(pointers: Any, mask: Any) -> Any:
+    """Return the addresses of an access that its mask lets through, in the order of its lanes."""
+    return pointers.data.ravel() if mask is None else pointers.data[_find_lanes(pointers, mask)]
+
+
+def _find_lanes(pointers: Any, mask: Any) -> Any:
+    """Return the mask of an access with the shape of its addresses.
 
     Args:
         pointers: The interpreter's handle of addresses.
@@ -191,4 +234,4 @@ def _count_lanes(pointers: Any, mask: Any) -> int:
     import numpy as np
 
     lanes = mask if isinstance(mask, np.ndarray) else mask.data
-    return int(np.count_nonzero(np.broadcast_to(lanes, pointers.data.shape)))
+    return np.broadcast_to(lanes, pointers.data.shape)

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from penstock.kv._blocks import LayerBlocks
-from penstock.kv._kernel import RecordAttention, copy_pieces
-from penstock.kv._layout import BlockLayout
 from penstock.kv._partial import ScoreRule, attend, merge, nothing
+from penstock.kv._platform import Platform
 from penstock.kv._pool import BlockPool
 from penstock.kv._visibility import Visibility
 
@@ -60,14 +59,16 @@ def attend_pool(
         PenstockError: The pool is closed, or lost tokens.
     """
     pool.check_usable()
-    if fresh is None and query.shape[2] <= FEW_TOKENS:
-        part = _attend_few(pool, layer, query, rule, visibility, first_token)
-    else:
-        part = _attend_many(pool, layer, query, rule, visibility, first_token, fresh)
-    if part is None:
-        value_dim = pool.layout(layer).value_dim if fresh is None else fresh[1].shape[3]
-        part = nothing(query, value_dim)
-    return part[0].to(query.dtype)
+    with pool.platform.use():
+        if fresh is None and query.shape[2] <= FEW_TOKENS:
+            part = _attend_few(pool, layer, query, rule, visibility, first_token)
+        else:
+            part = _attend_many(pool, layer, query, rule, visibility, first_token, fresh)
+        if part is None:
+            value_dim = pool.layout(layer).value_dim if fresh is None else fresh[1].shape[3]
+            part = nothing(query, value_dim)
+        out = part[0].to(query.dtype)
+    return pool.platform.hand_over(out)
 
 
 def _attend_few(
@@ -82,7 +83,7 @@ def _attend_few(
     selector: Any = pool.selector_of(layer)
     # A user's selector may have `note` or not, behind one that always has.
     is_noted = bool(getattr(selector, "has_note", hasattr(selector, "note")))
-    step = _Step(state, query, rule, visibility, first_token, is_noted)
+    step = _Step(pool.platform, state, query, rule, visibility, first_token, is_noted)
     chosen = None if selector is None else selector.select(query, layer, pool)
     if chosen is None and not is_noted and step.sees_all:
         resident = pool.find_resident(layer)
@@ -93,7 +94,11 @@ def _attend_few(
     c, b, h = np.nonzero(is_read.transpose(2, 0, 1))  # block after block
     pages = state.table[b, c + step.first_block]
     is_repeated = selector is None and first_token == 0
-    for items, addresses in pool.stream(layer, pages, h, is_repeated=is_repeated):
+    groups = pool.stream(layer, pages, h, is_repeated=is_repeated)
+    is_shared = state.batch_size > 1 and pool.is_shared(pages)
+    if is_shared or step.num_rows > pool.platform.most_rows(state.layout):
+        groups = pool.platform.localize(groups, state.layout.record_bytes)
+    for items, addresses in groups:
         step.attend(b[items], h[items], c[items], addresses)
     if not step.has_tail and state.num_tail:
         none = np.zeros(0, dtype=np.int64)
@@ -108,6 +113,7 @@ class _Step:
 
     Attributes:
         attention: The result so far.
+        num_rows: Rows of queries that share a KV head.
         first_block: Number of the first column.
         has_tail: Whether the tail was attended to.
         sees_all: Whether all tokens are seen by all queries.
@@ -115,6 +121,7 @@ class _Step:
 
     def __init__(
         self,
+        platform: Platform,
         state: LayerBlocks,
         query: torch.Tensor,
         rule: ScoreRule,
@@ -124,12 +131,11 @@ class _Step:
     ) -> None:
         layout = state.layout
         T = layout.block_tokens
-        self._state, self._is_noted = state, is_noted
+        self._platform, self._state, self._is_noted = platform, state, is_noted
         self._shape = (state.batch_size, layout.num_heads)
         self._query_shape = query.shape[:3]
-        self.attention = RecordAttention(
-            query.detach(), layout.dtype, T, layout.value_dim, rule.scale, rule.softcap
-        )
+        self.attention = platform.attention(query.detach(), layout, rule.scale, rule.softcap)
+        self.num_rows = query.shape[1] // layout.num_heads * query.shape[2]
         self.has_tail = False
         self._block_lse: list[tuple[int, torch.Tensor]] = []  # with the first column
         self.first_block = first_token // T
@@ -140,7 +146,7 @@ class _Step:
         bias = rule.bias
         if first_token > start:
             shape = (1, 1, 1, state.num_tokens - start)
-            seen = torch.ones(shape, dtype=torch.bool) if seen is None else seen.clone()
+            seen = query.new_ones(shape, dtype=torch.bool) if seen is None else seen.clone()
             seen[..., : first_token - start] = False
         if bias is not None:
             before = rule.bias_start - start
@@ -148,7 +154,8 @@ class _Step:
                 torch.nn.functional.pad(bias, (before, 0)) if before >= 0 else bias[..., -before:]
             )
         if seen is not None and seen.shape[1] > 1:  # differs by query head: the bias hides it
-            hidden = torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
+            hidden = query.new_zeros(seen.shape, dtype=torch.float32)
+            hidden.masked_fill_(~seen, -math.inf)
             bias, seen = hidden if bias is None else bias + hidden, seen.any(1, keepdim=True)
         # (1 or B, 1 or Hq, 1 or n, columns, T): the last column is the tail.
         self._seen = None if seen is None else self._by_column(seen)
@@ -176,7 +183,7 @@ class _Step:
         if chosen is None:
             is_read = np.ones((B, H, self._num_columns), dtype=bool)
         else:
-            blocks = chosen.numpy()
+            blocks = self._platform.to_host(chosen)
             if blocks.shape[:2] != (B, H) or blocks.max(initial=-1) >= num_blocks:
                 raise ValueError(
                     f"select must return blocks of [0, {num_blocks}) in the shape ({B}, {H}, k); "
@@ -187,7 +194,7 @@ class _Step:
             is_read = all_blocks[:, :, self.first_block : num_blocks]
         is_read = is_read & (self._state.table[:, None, self.first_block :] >= 0)
         if self._seen is not None:
-            is_read &= self._seen[..., :-1, :].any(-1).any(2).numpy()
+            is_read &= self._platform.to_host(self._seen[..., :-1, :].any(-1).any(2))
         return is_read
 
     def attend(
@@ -211,8 +218,8 @@ class _Step:
             counts[:, :, -1] = state.num_tail
             self.has_tail = True
         block_lse = self.attention.add(
-            torch.from_numpy(table),
-            torch.from_numpy(counts),
+            self._platform.from_host(table),
+            self._platform.from_host(counts),
             self._some(self._seen, first, last, with_tail=with_tail),
             self._some(self._bias, first, last, with_tail=with_tail),
             with_block_lse=self._is_noted,
@@ -238,13 +245,14 @@ class _Step:
         H = is_read.shape[1]
         lse = self.attention.lse
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        weights = torch.zeros(is_read.shape)
+        weights = lse.new_zeros(is_read.shape)
         for first, block_lse in self._block_lse:
             share = (block_lse - lse.unsqueeze(-1)).exp().unflatten(1, (H, -1)).sum((2, 3))
             weights[:, :, first : first + share.shape[2]] += share
         blocks = np.where(is_read, np.arange(is_read.shape[2]) + self.first_block, -1)
         used = is_read.any((0, 1))
-        return torch.from_numpy(blocks[:, :, used]), weights[:, :, torch.from_numpy(used)]
+        columns = self._platform.from_host(np.flatnonzero(used))
+        return self._platform.from_host(blocks[:, :, used]), weights.index_select(2, columns)
 
 
 def _attend_many(
@@ -284,56 +292,71 @@ def _gather(
     state = pool.blocks(layer)
     layout, T = state.layout, pool.block_tokens
     B, H = state.batch_size, layout.num_heads
-    num_columns = max(1, _GROUP_BYTES // (B * layout.page_bytes))
+    pool.make_chunks(B * layout.page_bytes)
+    group_bytes = pool.platform.chunk_bytes or _GROUP_BYTES
+    num_columns = max(1, group_bytes // (B * layout.page_bytes))
     starts = range(first_token // T, state.num_blocks, num_columns)
     groups = [range(first, min(first + num_columns, state.num_blocks)) for first in starts]
     seen = [g for g in groups if _is_seen(visibility, num_queries, g.start * T, g.stop * T)]
     columns = np.array([c for group in seen for c in group], dtype=np.int64)
     c, b, h = (axis.ravel() for axis in np.indices((len(columns), B, H)))
     ends = np.cumsum([len(group) * B * H for group in seen], dtype=np.int64)
-    current = _ColumnGroup(layout, B, seen[0]) if seen else None
-    number = 0
+    number, current = 0, _ColumnGroup(pool, layer, seen[0]) if seen else None
     # Items come column after column; a group of columns may lie in several groups of the stream.
     for items, addresses in pool.stream(layer, state.table[b, columns[c]], h):
         of_group = np.searchsorted(ends, items, side="right")
         for i in range(int(of_group[0]), int(of_group[-1]) + 1):
             if i > number and current is not None:
-                yield current.cut(first_token, T)
-                current, number = _ColumnGroup(layout, B, seen[i]), i
+                yield current.cut(first_token)
+                current.end()
+                number, current = i, _ColumnGroup(pool, layer, seen[i])
             some = of_group == i
             at = items[some]
             assert current is not None
             current.put(b[at], h[at], columns[c[at]], addresses[some])
     if current is not None:
-        yield current.cut(first_token, T)
+        yield current.cut(first_token)
+        current.end()
 
 
 class _ColumnGroup:
     """Keys and values of some columns, one after the other, that records are copied to."""
 
-    def __init__(self, layout: BlockLayout, batch_size: int, columns: range) -> None:
-        shape = (batch_size, layout.num_heads, len(columns), layout.block_tokens)
-        self._columns = columns
+    def __init__(self, pool: BlockPool, layer: int, columns: range) -> None:
+        layout, B = pool.layout(layer), pool.batch_size(layer)
+        self._shape = (B, layout.num_heads, len(columns) * layout.block_tokens)
+        self._layout, self._columns = layout, columns
         self._key_bytes = layout.key_items * layout.dtype.itemsize
         self._value_bytes = layout.value_items * layout.dtype.itemsize
-        self._keys = torch.empty((*shape, layout.key_dim), dtype=layout.dtype)
-        self._values = torch.empty((*shape, layout.value_dim), dtype=layout.dtype)
+        self._values_begin = B * layout.num_heads * len(columns) * self._key_bytes
+        self._scratch = pool.platform.scratch(B * len(columns) * layout.page_bytes)
 
     def put(self, b: np.ndarray, h: np.ndarray, c: np.ndarray, addresses: np.ndarray) -> None:
         """Copy records."""
-        _, H, num_columns = self._keys.shape[:3]
-        places = (b * H + h) * num_columns + c - self._columns.start
-        to = self._keys.data_ptr() + places * self._key_bytes
-        copy_pieces(to, addresses, self._key_bytes)
-        to = self._values.data_ptr() + places * self._value_bytes
-        copy_pieces(to, addresses + self._key_bytes, self._value_bytes)
+        places = (b * self._shape[1] + h) * len(self._columns) + c - self._columns.start
+        to = self._scratch.address + places * self._key_bytes
+        self._scratch.copy(to, addresses, self._key_bytes)
+        to = self._scratch.address + self._values_begin + places * self._value_bytes
+        self._scratch.copy(to, addresses + self._key_bytes, self._value_bytes)
 
-    def cut(self, first_token: int, T: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    def cut(self, first_token: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Return the first token from `first_token` on, and the keys and values from there on."""
-        first = self._columns.start * T
+        layout, scratch = self._layout, self._scratch
+        first = self._columns.start * layout.block_tokens
         skipped = max(0, first_token - first)
-        keys, values = (each.flatten(2, 3)[:, :, skipped:] for each in (self._keys, self._values))
+        scratch.begin_reading()
+        values_bytes = self._values_begin // self._key_bytes * self._value_bytes
+        keys = scratch.view(0, self._values_begin, layout.dtype)
+        values = scratch.view(self._values_begin, values_bytes, layout.dtype)
+        keys, values = (
+            each.view(*self._shape, dim)[:, :, skipped:]
+            for each, dim in ((keys, layout.key_dim), (values, layout.value_dim))
+        )
         return first + skipped, keys, values
+
+    def end(self) -> None:
+        """Let what `cut` returned be overwritten."""
+        self._scratch.end_reading()
 
 
 def _is_seen(visibility: Visibility, num_queries: int, first: int, last: int) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from penstock.kv._device import DeviceTier
-from penstock.kv._kernel import copy_pieces
-from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers
-
-_COPY_BYTES = 4 * 2**20  # of blocks that are brought into the order of records at once
+from penstock.kv._layout import BlockLayout, FullBlocks
+from penstock.kv._lower import PageTiers
+from penstock.kv._pages import PageTable
 
 
 @dataclass(eq=False)
@@ -67,6 +66,27 @@ class LayerBlocks:
         self.num_tail = place.stop
         return num_tokens
 
+    def add(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Copy tokens `(B, H, n, dim)` to the tail; yield those of blocks that are full.
+
+        Yields:
+            Keys and values of whole blocks, which the caller adds to the table.
+        """
+        T, at = self.layout.block_tokens, 0
+        while at < keys.shape[2]:
+            num_whole = (keys.shape[2] - at) // T * T if self.num_tail == 0 else 0
+            if num_whole:
+                end = at + num_whole
+                yield keys[:, :, at:end], values[:, :, at:end]
+            else:
+                end = at + self.fill_tail(keys[:, :, at:], values[:, :, at:])
+                if self.num_tail == T:
+                    self.num_tail = 0
+                    yield self.layout.split(self.tail)
+            at = end
+
     @property
     def tail_bytes(self) -> int:
         """Bytes of the tail."""
@@ -93,6 +113,7 @@ class BlockWrites:
     """Storing of full blocks: in free slots of the device tier, the others below."""
 
     def __init__(self, pages: PageTable, device: DeviceTier, lower: PageTiers) -> None:
+        self._platform = device.platform
         self._pages = pages
         self._device = device
         self._lower = lower
@@ -137,25 +158,16 @@ class BlockWrites:
         admitted, addresses = self._device.admit(layout, records)
         assert len(admitted) == records.size, "there is room"
         places = addresses[np.argsort(admitted)][np.argsort(np.argsort(records))]
-        places = places.reshape(len(pages), layout.num_heads)
-        per_copy = max(1, _COPY_BYTES // layout.page_bytes)
-        for first in range(0, len(pages), per_copy):
-            some = places[first : first + per_copy]
-            copy = torch.empty((*some.shape, layout.record_items), dtype=layout.dtype)
-            blocks.fill(copy, first)
-            sources = copy.data_ptr() + np.arange(some.size) * layout.record_bytes
-            copy_pieces(some.ravel(), sources, layout.record_bytes)
+        self._platform.store(blocks, 0, places.reshape(len(pages), layout.num_heads), below=False)
 
     def store_below(
         self, layer: int, layout: BlockLayout, pages: np.ndarray, at: int, blocks: FullBlocks
     ) -> None:
         """Store pages from number `at` on in host memory, and from where it is full in the file."""
-        while at < len(pages):
-            view = self._lower.host_view(int(pages[at]), layout)
-            if view is None:
-                break
-            blocks.fill(view.unsqueeze(0), at)
-            at += 1
+        heads = np.arange(layout.num_heads) * layout.record_bytes
+        host = self._lower.take_host(pages[at:], layout)
+        self._platform.store(blocks, at, host[:, None] + heads, below=True)
+        at += len(host)
         if at == len(pages):
             return
         self._lower.check_file()
@@ -164,33 +176,8 @@ class BlockWrites:
             some = pages[first : first + per_buffer]
             buffer = self._device.take_buffer()
             try:
-                view = buffer.area.view(0, len(some) * layout.page_bytes, layout.dtype)
-                view = view.view(-1, layout.num_heads, layout.record_items)
-                blocks.fill(view, first)
-                self._lower.write(layer, some, layout, buffer)
+                places = buffer.area.address + np.arange(len(some)) * layout.page_bytes
+                event = self._platform.store(blocks, first, places[:, None] + heads, below=True)
+                self._lower.write(layer, some, layout, buffer, event)
             finally:
                 self._device.give_back(buffer)
-
-
-class FullBlocks:
-    """Keys and values that become pages: block after block, in each all sequences."""
-
-    def __init__(self, layout: BlockLayout, keys: torch.Tensor, values: torch.Tensor) -> None:
-        shape = (-1, layout.block_tokens)
-        self._layout = layout
-        self._parts = keys.unflatten(2, shape), values.unflatten(2, shape)
-        self._batch_size = keys.shape[0]
-        self.num_pages = keys.shape[0] * self._parts[0].shape[2]
-
-    def fill(self, pages: torch.Tensor, first: int) -> None:
-        """Write the pages from number `first` on to `(num_pages, H, record_items)`."""
-        for b in range(self._batch_size):
-            start = (b - first) % self._batch_size  # the first of them that is of this sequence
-            to = self._layout.split(pages)
-            block, num_blocks = (
-                (first + start) // self._batch_size,
-                len(to[0][start :: self._batch_size]),
-            )
-            for part, copy in zip(self._parts, to, strict=True):
-                some = part[b, :, block : block + num_blocks].transpose(0, 1)
-                copy[start :: self._batch_size] = some

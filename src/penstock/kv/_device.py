@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import CapacityError, InfeasibleError
-from penstock.kv._areas import Area, SlotMemory
+from penstock.kv._areas import SlotMemory
+from penstock.kv._cuda import CudaPlatform
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
+from penstock.kv._lower import PageTiers, TransferBuffer
+from penstock.kv._pages import PageTable
+from penstock.kv._platform import Platform
 from penstock.kv._residency import RecordResidency
 from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
@@ -20,6 +23,8 @@ _BUFFER_BYTES = 2**20
 _LEAST_BUFFER_BYTES = 2**20  # of smaller ones there are no more than two
 _STAGING_SHARE = 2  # of the budget: the buffers take at most 1 / this
 _MOST_BUFFERS = 8
+_NUM_CHUNKS = 2  # one is filled while another one is read
+_CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(eq=False)
@@ -37,6 +42,7 @@ class DeviceTier:
     records loses its slot.
 
     Args:
+        platform: The device.
         budget_bytes: The most bytes of slots, staging and selectors.
         pages: Places of pages below.
         lower: The tiers below.
@@ -45,13 +51,16 @@ class DeviceTier:
 
     def __init__(
         self,
+        platform: Platform,
         budget_bytes: int,
         pages: PageTable,
         lower: PageTiers,
         ledger: Ledger,
     ) -> None:
+        self.platform = platform
         self.budget_bytes = budget_bytes
         self.selector_bytes = 0
+        self.staging_bytes = 0
         self._pages = pages
         self._lower = lower
         self._ledger = ledger
@@ -62,19 +71,26 @@ class DeviceTier:
         self._idle: deque[TransferBuffer] = deque()  # the one that was given back first is first
 
     @property
-    def staging_bytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(buffer.area.num_bytes for buffer in self._buffers)
+    def slot_bytes(self) -> int:
+        """Bytes of the slots in use, or of all where they are occupied when they are mapped."""
+        return self._slot_bytes
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of the slots in use."""
-        return self._slot_bytes
+    def _left_bytes(self) -> int:
+        return self.budget_bytes - self._slot_bytes - self.staging_bytes - self.selector_bytes
 
     def room(self, layout: BlockLayout) -> int:
         """Return how many more records the budget has room for."""
-        used_bytes = self._slot_bytes + self.staging_bytes + self.selector_bytes
-        return max(0, self.budget_bytes - used_bytes) // layout.record_bytes
+        if self.platform.is_lazy:
+            return max(0, self._left_bytes) // layout.record_bytes
+        residents = self._of(layout)
+        residency, slots = residents.residency, residents.slots
+        return min(self._most_slots(slots), residency.num_slots) - residency.num_resident
+
+    def _most_slots(self, slots: SlotMemory) -> int:
+        """Return how many slots whole slabs within the budget have."""
+        bytes_of_slabs = max(0, slots.mapped_bytes + self._left_bytes)
+        return bytes_of_slabs // slots.slab_bytes * slots.slots_per_slab
 
     def check_budget(self, layout: BlockLayout, num_layers: int) -> None:
         """Raise `InfeasibleError` if the budget is below one block per layer."""
@@ -99,11 +115,7 @@ class DeviceTier:
             CapacityError: The budget has no room for them beside the staging memory.
         """
         more = num_bytes - self.selector_bytes
-        excess = self._slot_bytes + self.staging_bytes + num_bytes - self.budget_bytes
-        for layout, residents in self._residents.items():
-            if more > 0 and excess > 0:
-                excess -= self._shrink(layout, residents, -(-excess // layout.record_bytes))
-        if more > 0 and excess > 0:
+        if more > 0 and not self._make_room(more):
             raise CapacityError(
                 f"the selector keeps {format_bytes(num_bytes)}, which device_memory="
                 f"{format_bytes(self.budget_bytes)} has no room for; raise device_memory"
@@ -111,8 +123,18 @@ class DeviceTier:
         self._ledger.add(Tier.DEVICE, more)
         self.selector_bytes = num_bytes
 
-    def _shrink(self, layout: BlockLayout, residents: _Residents, num_records: int) -> int:
-        """Take the slots of so many records out of use, and free ones; return bytes set free."""
+    def _make_room(self, num_bytes: int) -> bool:
+        """Take slots out of use until so many bytes are left; False where they are too few."""
+        for layout, residents in self._residents.items():
+            excess = num_bytes - self._left_bytes
+            if not self.platform.is_lazy:
+                self._cut(layout, residents, num_bytes)
+            elif excess > 0:
+                self._shrink(layout, residents, -(-excess // layout.record_bytes))
+        return num_bytes <= self._left_bytes
+
+    def _shrink(self, layout: BlockLayout, residents: _Residents, num_records: int) -> None:
+        """Take the slots of so many records out of use, and free ones."""
         residency = residents.residency
         num_free = residency.num_slots - residency.num_resident
         evicted, slots = residency.shrink(num_free + num_records)
@@ -120,29 +142,84 @@ class DeviceTier:
         if len(evicted):
             self._save(layout, evicted, residents.slots.addresses(slots))
         self._count(-len(evicted) * layout.record_bytes)
-        return len(evicted) * layout.record_bytes
+
+    def _cut(self, layout: BlockLayout, residents: _Residents, num_bytes: int) -> None:
+        """Give back the last slabs, such that so many bytes are left, and use no slot beyond."""
+        slots = residents.slots
+        bytes_of_slabs = max(0, slots.mapped_bytes + self._left_bytes - num_bytes)
+        most = bytes_of_slabs // slots.slab_bytes * slots.slots_per_slab
+        if most < residents.residency.num_slots:
+            evicted, numbers = residents.residency.cut(most)
+            self.version += 1
+            if len(evicted):
+                self._save(layout, evicted, slots.addresses(numbers))
+            before = slots.mapped_bytes
+            slots.cut(most)
+            self._occupy(slots.mapped_bytes - before)
 
     def restart(self) -> None:
         """Make all slots anew, after the last record has left."""
-        assert self._slot_bytes == 0, "no record is resident"
+        for residents in self._residents.values():
+            assert residents.residency.num_resident == 0, "no record is resident"
         self._residents.clear()
+        self._occupy(-self._slot_bytes)
         self.version += 1
 
-    def make_staging(self, page_bytes: int) -> None:
-        """Map the buffers, each for whole pages; larger ones where a layer has larger pages."""
-        if self._buffers and self._buffers[0].area.num_bytes >= page_bytes:
+    def make_staging(self, page_bytes: int, *, has_file: bool) -> None:
+        """Make buffers of files and chunks, each for whole pages; larger ones for larger pages."""
+        self.make_chunks(page_bytes)
+        if has_file and (not self._buffers or self.buffer_bytes < page_bytes):
+            self._make_buffers(page_bytes)
+
+    def make_chunks(self, num_bytes: int) -> None:
+        """Make chunks of at least so many bytes, in place of slots, where blocks pass such.
+
+        Raises:
+            CapacityError: The budget has no room for one.
+        """
+        platform = self.platform
+        if not isinstance(platform, CudaPlatform) or platform.chunk_bytes >= num_bytes:
             return
+        number, each = self._divide_staging(num_bytes, _NUM_CHUNKS, _CHUNK_BYTES)
+        if not self._make_room(number * each - self.staging_bytes):
+            number, each = 1, num_bytes
+            if not self._make_room(each - self.staging_bytes):
+                raise CapacityError(
+                    f"a block of every sequence of a layer takes {format_bytes(num_bytes)}, which "
+                    f"device_memory={format_bytes(self.budget_bytes)} has no room for; raise "
+                    "device_memory, or lower block_tokens or the number of sequences"
+                )
+        platform.make_chunks(number, each)
+        self._count_staging(number * each - self.staging_bytes)
+
+    def _make_buffers(self, page_bytes: int) -> None:
         for buffer in self._buffers:
             buffer.wait()
         assert len(self._idle) == len(self._buffers), "no buffer is in use"
-        page, share = page_bytes, self.budget_bytes // _STAGING_SHARE
-        num_buffers = min(_MOST_BUFFERS, max(2, share // max(page, _LEAST_BUFFER_BYTES)))
-        most = max(page, min(_BUFFER_BYTES, share // num_buffers) // page * page)
-        num_buffers = max(1, min(num_buffers, (self.budget_bytes - self._slot_bytes) // most))
-        self._ledger.add(Tier.DEVICE, -self.staging_bytes)
-        self._buffers = [TransferBuffer(part) for part in Area(num_buffers * most).cut(num_buffers)]
+        in_host = self.platform.has_staging
+        number, each = _MOST_BUFFERS, max(1, _BUFFER_BYTES // page_bytes) * page_bytes
+        if not in_host:
+            number, each = self._divide_staging(page_bytes, _MOST_BUFFERS, _BUFFER_BYTES)
+        more = number * each - sum(buffer.area.num_bytes for buffer in self._buffers)
+        area = self.platform.host_area(number * each)
+        self._buffers = [TransferBuffer(part) for part in area.cut(number)]
         self._idle = deque(self._buffers)
-        self._ledger.add(Tier.DEVICE, self.staging_bytes)
+        if in_host:
+            self._ledger.add(Tier.HOST, more)
+        else:
+            self._count_staging(more)
+
+    def _divide_staging(self, piece_bytes: int, most: int, most_bytes: int) -> tuple[int, int]:
+        """Return a number of parts of the staging memory, and the bytes of each: whole pieces."""
+        share = self.budget_bytes // _STAGING_SHARE
+        number = min(most, max(2, share // max(piece_bytes, _LEAST_BUFFER_BYTES)))
+        each = min(most_bytes, share // number) // piece_bytes * piece_bytes
+        each = max(piece_bytes, each)
+        return max(1, min(number, (self.budget_bytes - self._slot_bytes) // each)), each
+
+    def _count_staging(self, num_bytes: int) -> None:
+        self.staging_bytes += num_bytes
+        self._ledger.add(Tier.DEVICE, num_bytes)
 
     def take_buffer(self) -> TransferBuffer:
         """Return a buffer after its transfers have ended, to be given back.
@@ -151,10 +228,13 @@ class DeviceTier:
             StoreError: An earlier write of it failed; the buffer is not taken then.
         """
         self._idle[0].wait()
-        return self._idle.popleft()
+        buffer = self._idle.popleft()
+        buffer.wait_for_uses()
+        return buffer
 
     def give_back(self, buffer: TransferBuffer) -> None:
-        """Let a buffer be taken again; writes of it may be under way."""
+        """Let a buffer be taken again; writes of it, and launched reads, may be under way."""
+        buffer.uses = self.platform.marks()
         self._idle.append(buffer)
 
     @property
@@ -219,7 +299,10 @@ class DeviceTier:
             return records, records
         admitted, slots, evicted = residency.admit(records)
         if len(slots):
+            before = residents.slots.mapped_bytes
             residents.slots.reach(int(slots.max()) + 1)
+            if not self.platform.is_lazy:
+                self._occupy(residents.slots.mapped_bytes - before)
         addresses = residents.slots.addresses(slots)
         if len(evicted):
             self._save(layout, evicted, addresses[len(addresses) - len(evicted) :])
@@ -257,12 +340,26 @@ class DeviceTier:
     def _of(self, layout: BlockLayout) -> _Residents:
         residents = self._residents.get(layout)
         if residents is None:
+            slots = self.platform.make_slots(layout.record_bytes, self.budget_bytes)
             left = max(0, self.budget_bytes - self.staging_bytes - self.selector_bytes)
-            residency = RecordResidency(left // layout.record_bytes)
-            residents = _Residents(residency, SlotMemory(layout.record_bytes))
-            self._residents[layout] = residents
+            most = left // slots.slot_bytes
+            if not self.platform.is_lazy:
+                most = left // slots.slab_bytes * slots.slots_per_slab
+            residents = self._residents[layout] = _Residents(RecordResidency(most), slots)
         return residents
 
     def _count(self, num_bytes: int) -> None:
+        """Count the bytes of slots that records take, or leave."""
+        if self.platform.is_lazy:
+            self._occupy(num_bytes)
+
+    def _occupy(self, num_bytes: int) -> None:
         self._slot_bytes += num_bytes
         self._ledger.add(Tier.DEVICE, num_bytes)
+
+    def close(self) -> None:
+        """Give back the memory of slots and buffers."""
+        self._residents.clear()
+        self._buffers.clear()
+        self._idle.clear()
+        self.platform.close()

@@ -16,7 +16,8 @@ from penstock.kv._blocks import BlockWrites, FullBlocks
 from penstock.kv._device import DeviceTier
 from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers, TransferBuffer
+from penstock.kv._lower import PageTiers, TransferBuffer
+from penstock.kv._pages import PageTable
 from penstock.kv._recompute import fetch_or_recompute
 from penstock.memory import Ledger, Link, Tier
 

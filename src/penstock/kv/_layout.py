@@ -108,3 +108,41 @@ class BlockLayout:
         values = values.unflatten(-1, (self.block_tokens, self.value_dim))
         assert keys.shape[: len(lead)] == lead
         return keys, values
+
+
+def check_place(device: torch.device, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise `ValueError` if keys or values are not on the device of their pool."""
+    if keys.device != device or values.device != device:
+        raise ValueError(
+            f"keys and values must be on the pool's device, {device}; got {keys.device} and "
+            f"{values.device}: move them there, or make the pool with their device="
+        )
+
+
+class FullBlocks:
+    """Keys and values that become pages: block after block, in each all sequences.
+
+    Attributes:
+        layout: Shapes of the pages.
+        num_pages: Their number.
+    """
+
+    def __init__(self, layout: BlockLayout, keys: torch.Tensor, values: torch.Tensor) -> None:
+        shape = (-1, layout.block_tokens)
+        self.layout = layout
+        self._parts = keys.unflatten(2, shape), values.unflatten(2, shape)
+        self._batch_size = keys.shape[0]
+        self.num_pages = keys.shape[0] * self._parts[0].shape[2]
+
+    def fill(self, pages: torch.Tensor, first: int) -> None:
+        """Write the pages from number `first` on to `(num_pages, H, record_items)`."""
+        for b in range(self._batch_size):
+            start = (b - first) % self._batch_size  # the first of them that is of this sequence
+            to = self.layout.split(pages)
+            block, num_blocks = (
+                (first + start) // self._batch_size,
+                len(to[0][start :: self._batch_size]),
+            )
+            for part, copy in zip(self._parts, to, strict=True):
+                some = part[b, :, block : block + num_blocks].transpose(0, 1)
+                copy[start :: self._batch_size] = some

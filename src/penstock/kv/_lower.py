@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 
 from penstock.errors import CapacityError
 from penstock.kv._areas import Area, SlotMemory
-from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
+from penstock.kv._pages import PageTable
+from penstock.kv._platform import Platform
 from penstock.kv._prefix_file import PrefixFile, PrefixRecords, SavedLayer
 from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, StartedReads, Tier
 from penstock.units import format_bytes
@@ -27,6 +28,7 @@ from penstock.units import format_bytes
 _NUM_THREADS = 4  # reads that are under way at once, at least, which keep a disk busy
 _FIRST_SEGMENT_BYTES = 256 * 1024
 _SEGMENT_BYTES = 4 * 2**20
+_BOUNCE_BYTES = 2**20
 
 
 _Piece = tuple[Extent | PrefixRecords, int, int, int]  # what is read, address, bytes, first byte
@@ -38,12 +40,14 @@ class TransferBuffer:
     Attributes:
         area: Its memory.
         pending: Transfers that end before it is used again.
+        uses: Events of a GPU that end before it is used again.
         reads: Bytes, start and end of those reads that have ended, until they are counted.
     """
 
     def __init__(self, area: Area) -> None:
         self.area = area
         self.pending: list[Future[None] | StartedReads] = []
+        self.uses: list[Any] = []
         self.reads: list[tuple[int, int, int]] = []
 
     @property
@@ -63,6 +67,12 @@ class TransferBuffer:
                 self.reads.append((transfer.num_bytes, transfer.start_ns, transfer.end_ns))
         if errors:
             raise errors[0]
+
+    def wait_for_uses(self) -> None:
+        """Wait until a GPU has read what it holds."""
+        uses, self.uses = self.uses, []
+        for event in uses:
+            event.synchronize()
 
 
 @dataclass(eq=False)
@@ -117,64 +127,11 @@ class FileRecords:
         return is_start.nonzero()[0]
 
 
-class PageTable:
-    """Every page's references and places, by its number.
-
-    Attributes:
-        references: Blocks of sequences that are this page; int32.
-        host: Address in host memory, 0 where it is not there; int64.
-        host_slot: Slot there; int64.
-        segment: Segment of the file, -1 where it is not there; int32.
-        place: Place in the segment; int32.
-        layer: Layer that it belongs to; int32.
-        inputs: Page of the inputs from which it can be computed again, -1 for none; int64.
-    """
-
-    def __init__(self) -> None:
-        self.references = np.zeros(0, dtype=np.int32)
-        self.host = np.zeros(0, dtype=np.int64)
-        self.host_slot = np.zeros(0, dtype=np.int64)
-        self.segment = np.zeros(0, dtype=np.int32)
-        self.place = np.zeros(0, dtype=np.int32)
-        self.layer = np.zeros(0, dtype=np.int32)
-        self.inputs = np.zeros(0, dtype=np.int64)
-        self._free: list[int] = []
-
-    @property
-    def num_live(self) -> int:
-        """Pages that are referenced."""
-        return int(np.count_nonzero(self.references))
-
-    def take(self, num_pages: int, layer: int) -> np.ndarray:
-        """Return numbers of new pages of a layer, each with one reference and no place."""
-        missing = num_pages - len(self._free)
-        if missing > 0:
-            old = len(self.references)
-            more = max(missing, old, 256)
-            for name in ("references", "host", "host_slot", "segment", "place", "layer", "inputs"):
-                values = getattr(self, name)
-                setattr(self, name, np.concatenate([values, np.zeros(more, values.dtype)]))
-            self._free.extend(range(old + more - 1, old - 1, -1))
-        pages = np.array([self._free.pop() for _ in range(num_pages)], dtype=np.int64)
-        self.references[pages] = 1
-        self.host[pages] = 0
-        self.segment[pages] = self.inputs[pages] = -1
-        self.layer[pages] = layer
-        return pages
-
-    def give_back(self, page: int) -> None:
-        """Let a page's number be taken again."""
-        self._free.append(page)
-
-    def is_below(self, page: int) -> bool:
-        """Return whether a page was written to a lower tier."""
-        return bool(self.host[page] != 0 or self.segment[page] >= 0)
-
-
 class PageTiers:
     """Host memory and file of one pool.
 
     Args:
+        platform: The device above.
         pages: Places of pages, which this class sets.
         ledger: Account of bytes.
         host_bytes: The most bytes of host memory; None: no limit.
@@ -190,6 +147,7 @@ class PageTiers:
 
     def __init__(
         self,
+        platform: Platform,
         pages: PageTable,
         ledger: Ledger,
         host_bytes: int | None,
@@ -197,6 +155,7 @@ class PageTiers:
         prefix: PrefixFile | None = None,
         times_reads: bool = False,
     ) -> None:
+        self._platform = platform
         self._pages = pages
         self._ledger = ledger
         # Records of a prefix file are compared with checksums, by the threads that read them.
@@ -210,6 +169,7 @@ class PageTiers:
         self._num_segments = 0
         self._threads: ThreadPoolExecutor | None = None
         self._prefix = prefix
+        self._bounce: Area | None = None  # host memory of records that leave the device singly
         self.prefix_bytes = 0
         self.failure: BaseException | None = None
 
@@ -230,28 +190,49 @@ class PageTiers:
         self.prefix_bytes += num_pages * saved.layout.page_bytes
         return pages
 
-    def host_view(self, page: int, layout: BlockLayout) -> torch.Tensor | None:
-        """Take room for a page in host memory, to be filled at once.
+    def take_host(self, pages: np.ndarray, layout: BlockLayout) -> np.ndarray:
+        """Take room for the first of some pages in host memory, to be filled at once.
 
         Returns:
-            `(H, record_items)`, or None where host memory has no room.
+            Their addresses, int64: fewer than `pages` where host memory has no room.
         """
-        needed_bytes = self._host_used_bytes + layout.page_bytes
-        if self._host_bytes is not None and needed_bytes > self._host_bytes:
-            return None
-        slots = self._host.setdefault(layout, SlotMemory(layout.page_bytes))
-        slot = slots.take()
-        self._pages.host_slot[page] = slot
-        self._pages.host[page] = slots.addresses(np.array([slot]))[0]
-        self._host_used_bytes += layout.page_bytes
-        self._ledger.add(Tier.HOST, layout.page_bytes)
-        self._ledger.record_transfer(Link.DEVICE_TO_HOST, layout.page_bytes, time.perf_counter_ns())
-        return slots.view(slot, layout.dtype).view(layout.num_heads, layout.record_items)
+        slots = self._host.get(layout)
+        if slots is None:
+            slots = self._platform.make_pages(layout.page_bytes, self._host_bytes)
+            self._host[layout] = slots
+        taken = []
+        for page in pages.tolist():
+            if not self._has_host_room(slots):
+                break
+            slot = slots.take()
+            self._pages.host_slot[page] = slot
+            self._host_used_bytes += layout.page_bytes
+            taken.append(slot)
+        addresses = slots.addresses(np.array(taken, dtype=np.int64))
+        self._pages.host[pages[: len(taken)]] = addresses
+        num_bytes = len(taken) * layout.page_bytes
+        if num_bytes:
+            self._ledger.add(Tier.HOST, num_bytes)
+            self._ledger.record_transfer(Link.DEVICE_TO_HOST, num_bytes, time.perf_counter_ns())
+        return addresses
+
+    def _has_host_room(self, slots: SlotMemory) -> bool:
+        if self._host_bytes is None:
+            return True
+        if self._platform.is_lazy:
+            return self._host_used_bytes + slots.slot_bytes <= self._host_bytes
+        mapped_bytes = sum(each.mapped_bytes for each in self._host.values())
+        return not slots.is_full or mapped_bytes + slots.slab_bytes <= self._host_bytes
 
     def write(
-        self, layer: int, pages: np.ndarray, layout: BlockLayout, buffer: TransferBuffer
+        self,
+        layer: int,
+        pages: np.ndarray,
+        layout: BlockLayout,
+        buffer: TransferBuffer,
+        event: Any = None,
     ) -> None:
-        """Start to write pages that lie one after the other in a buffer.
+        """Start to write pages that lie one after the other in a buffer, after an event.
 
         Raises:
             CapacityError: There is no file.
@@ -262,10 +243,12 @@ class PageTiers:
             num_bytes = num_pages * layout.page_bytes
             address = buffer.area.address + offset
             extent = self._segments[number].extent
-            buffer.pending.append(
-                self._submit(self._write, extent, address, num_bytes, begin * layout.page_bytes)
-            )
+            begin *= layout.page_bytes
+            write = self._submit(self._write, extent, address, num_bytes, begin, event)
+            buffer.pending.append(write)
             offset += num_bytes
+        if self._platform.has_staging:
+            self._ledger.record_transfer(Link.DEVICE_TO_HOST, offset, time.perf_counter_ns())
 
     def locate(self, pages: np.ndarray, heads: np.ndarray, layout: BlockLayout) -> FileRecords:
         """Return where records are in the file.
@@ -321,23 +304,58 @@ class PageTiers:
     def count_reads(self, buffer: TransferBuffer) -> int:
         """Record the reads into a buffer that have ended; return their bytes."""
         reads, buffer.reads = buffer.reads, []
+        link, _ = self._platform.file_links
         for num_bytes, start_ns, end_ns in reads:
-            self._ledger.record_transfer(Link.FILE_TO_DEVICE, num_bytes, start_ns, end_ns)
+            self._ledger.record_transfer(link, num_bytes, start_ns, end_ns)
         return sum(num_bytes for num_bytes, _, _ in reads)
 
     def save(self, page: int, layout: BlockLayout, addresses: np.ndarray) -> None:
         """Write a page whose records lie apart, and wait for it."""
-        view = self.host_view(page, layout)
-        if view is not None:
-            places = view.data_ptr() + np.arange(len(addresses)) * layout.record_bytes
-            copy_pieces(places, addresses, layout.record_bytes)
+        host = self.take_host(np.array([page]), layout)
+        record = layout.record_bytes
+        if len(host):
+            self._platform.save(host + np.arange(len(addresses)) * record, addresses, record)
             return
         layer = int(self._pages.layer[page])
         ((number, place, _),) = self._place(layer, np.array([page]), layout)
         begin = place * layout.page_bytes
-        for address in addresses.tolist():
-            self._write(self._segments[number].extent, address, layout.record_bytes, begin)
-            begin += layout.record_bytes
+        for some, copies in self.bring_to_host(addresses, record):
+            for i, address in zip(some.tolist(), copies.tolist(), strict=True):
+                self._write(self._segments[number].extent, address, record, begin + i * record)
+        if self._platform.has_staging:
+            self._ledger.record_transfer(
+                Link.DEVICE_TO_HOST, layout.page_bytes, time.perf_counter_ns()
+            )
+
+    def bring_to_host(
+        self, addresses: np.ndarray, num_bytes: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield pieces of `num_bytes` at addresses that the CPU can read until the next group.
+
+        Yields:
+            Numbers of pieces, in their order, and their addresses; both int64.
+        """
+        numbers, in_host = np.arange(len(addresses)), self._platform.find_in_host(addresses)
+        if in_host.all():
+            self._platform.synchronize()
+            yield numbers, addresses
+            return
+        if self._bounce is None or self._bounce.num_bytes < num_bytes:
+            old_bytes = 0 if self._bounce is None else self._bounce.num_bytes
+            self._bounce = self._platform.host_area(max(_BOUNCE_BYTES, num_bytes))
+            self._ledger.add(Tier.HOST, self._bounce.num_bytes - old_bytes)
+        per_group = self._bounce.num_bytes // num_bytes
+        places = self._bounce.address + np.arange(per_group, dtype=np.int64) * num_bytes
+        for first in range(0, len(addresses), per_group):
+            some, is_there = (
+                addresses[first : first + per_group],
+                in_host[first : first + per_group],
+            )
+            copies = np.where(is_there, some, places[: len(some)])
+            if not is_there.all():
+                self._platform.copy(copies[~is_there], some[~is_there], num_bytes)
+            self._platform.synchronize()
+            yield numbers[first : first + per_group], copies
 
     def free(self, page: int, layout: BlockLayout) -> None:
         """Give back what a page occupies; no transfer of it may be under way."""
@@ -366,6 +384,8 @@ class PageTiers:
             self._file.close()
         if self._prefix is not None:
             self._prefix.close()
+        self._host.clear()
+        self._bounce = None
 
     def check_file(self) -> None:
         """Raise an error if there is no file for what host memory has no room for."""
@@ -424,16 +444,23 @@ class PageTiers:
         return self._threads.submit(function, *args)
 
     def _write(
-        self, extent: Extent | PrefixRecords, address: int, num_bytes: int, begin: int
+        self,
+        extent: Extent | PrefixRecords,
+        address: int,
+        num_bytes: int,
+        begin: int,
+        event: Any = None,
     ) -> None:
         assert self._file is not None and isinstance(extent, Extent)
-        start_ns = time.perf_counter_ns()
         try:
+            if event is not None:
+                event.synchronize()
+            start_ns = time.perf_counter_ns()
             self._file.write(extent, address, num_bytes, begin)
         except BaseException as error:
             self.failure = error
             raise
-        self._ledger.record_transfer(Link.DEVICE_TO_FILE, num_bytes, start_ns)
+        self._ledger.record_transfer(self._platform.file_links[1], num_bytes, start_ns)
 
     def _read_pieces(self, buffer: TransferBuffer, pieces: list[_Piece]) -> None:
         for extent, address, num_bytes, begin in pieces:

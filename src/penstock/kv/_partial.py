@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from penstock.compat.attention import flash_attention
+from penstock.compat.attention import flash_attention, has_flash_attention
 
 _SCORE_BYTES = 4 * 2**20  # of the scores that are held at once
 
@@ -143,7 +143,7 @@ def attend(
     """
     num_queries, num_keys = query.shape[2], keys.shape[2]
     end = first_key + num_keys
-    if rule.is_plain and keys.shape[3] == values.shape[3] and num_queries > 1:
+    if rule.is_plain and num_queries > 1 and has_flash_attention(query, keys, values):
         if visibility.sees_all(first_key, end):
             return _flash(query, keys, values, rule.scale, is_causal=False)
         if visibility.is_triangle(first_key, end, num_queries):
@@ -168,8 +168,8 @@ def attend(
 def nothing(query: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the partial result over no keys."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    out = torch.zeros((*query.shape[:3], value_dim), dtype=dtype)
-    return out, torch.full(query.shape[:3], -math.inf, dtype=dtype)
+    out = query.new_zeros((*query.shape[:3], value_dim), dtype=dtype)
+    return out, query.new_full(query.shape[:3], -math.inf, dtype=dtype)
 
 
 def _flash(
@@ -179,8 +179,8 @@ def _flash(
     B, Hq, n, dk = query.shape
     H = keys.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
-    out = torch.empty((B, H, Hq // H, n, dk), dtype=dtype)
-    lse = torch.empty((B, H, Hq // H, n), dtype=dtype)
+    out = query.new_empty((B, H, Hq // H, n, dk), dtype=dtype)
+    lse = query.new_empty((B, H, Hq // H, n), dtype=dtype)
     grouped = query.view(B, H, Hq // H, n, dk)
     for g in range(Hq // H):
         # The kernel wants as many heads of keys as of queries: one query of each group at a time.

@@ -18,10 +18,11 @@ import torch
 from penstock.errors import PenstockError, PrefixFileError, StoreReadError
 from penstock.kv._blocks import LayerBlocks
 from penstock.kv._inputs import Recompute, check_inputs
-from penstock.kv._kernel import copy_pieces
-from penstock.kv._layout import BlockLayout
+from penstock.kv._layout import BlockLayout, check_place
+from penstock.kv._platform import make_platform
 from penstock.kv._prefix import save_pool, show_blocks, take_layer
 from penstock.kv._prefix_file import PrefixFile
+from penstock.kv._reads import Groups
 from penstock.kv._report import PoolReport
 from penstock.kv._resident import ResidentLayer
 from penstock.kv._selector import name_of, resolve_selector
@@ -49,7 +50,8 @@ class BlockPool(Owner):
             there is a store.
         store: Directory, or `FileStore`, of the file below; None: no file.
         block_tokens: Tokens of a block, T.
-        device: `"cpu"`, where the device tier is the RAM of the budget.
+        device: Of the keys: `"cpu"`, where the device tier is the RAM of the budget, or a GPU such
+            as `"cuda:0"`, where host memory is registered with CUDA.
         num_layers: Layers that will come, where known: then a budget below one block per layer is
             refused at the first `append`.
         selector: Blocks that steps of few tokens read, as of `penstock.kv.cache`.
@@ -62,11 +64,12 @@ class BlockPool(Owner):
             read when they are needed. Selectors that keep something of the keys read them once.
 
     Raises:
-        ValueError, TypeError: A size is none, or the device is not the CPU.
+        ValueError, TypeError: A size is none, or the device is not here.
         StoreUnavailableError: The directory, or the prefix file, cannot be used.
         PrefixFileError: The prefix file is none, damaged, of a newer version, or of blocks of
             another length.
         InfeasibleError: The budget is below one block per layer of the prefix file.
+        PenstockError: `recompute` on a GPU; CUDA cannot register host memory.
     """
 
     def __init__(
@@ -84,8 +87,9 @@ class BlockPool(Owner):
         prefix: PrefixFile | str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"device must be 'cpu', the only one that is supported; got {device}")
+        self.platform = make_platform(device)
+        if recompute is not None and self.platform.has_staging:
+            raise PenstockError(f"recompute= is for pools on the CPU; leave it out on {device}")
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1; got {block_tokens}")
         self.block_tokens = block_tokens
@@ -103,6 +107,7 @@ class BlockPool(Owner):
         self._alignment_bytes = 64 if store is None and prefix is None else DIRECT_IO_BYTES
         self._make_tiers = functools.partial(
             PoolTiers,
+            self.platform,
             self.ledger,
             budget_bytes=budget_bytes,
             host_bytes=host_bytes,
@@ -113,11 +118,10 @@ class BlockPool(Owner):
         self._failure: BaseException | None = None
         self._tiers = self._make_tiers(prefix=prefix)
         if prefix is not None:
-            try:
+            with contextlib.ExitStack() as stack, self.platform.use():
+                stack.callback(self.close)
                 self._begin_with(prefix)
-            except BaseException:
-                self.close()
-                raise
+                stack.pop_all()
 
     def _begin_with(self, prefix: PrefixFile) -> None:
         """Take over the layers of a prefix file, of which no record is read for that."""
@@ -198,7 +202,8 @@ class BlockPool(Owner):
         state = self._layer_for(layer, keys, values, inputs)
         num_before = state.num_tokens
         with self._change():
-            self._append(layer, state, keys, values, keep_from)
+            for full in state.add(keys, values):
+                self._seal(layer, state, *full, keep_from)
             if inputs is not None and kept is not None:
                 kept.append(layer, state.table, inputs, num_before)
 
@@ -307,7 +312,8 @@ class BlockPool(Owner):
     def _change(self) -> Iterator[None]:
         """Refuse all use after a change that ended in its middle, by an error or an interrupt."""
         try:
-            yield
+            with self.platform.use():
+                yield
         except BaseException as error:
             self.fail(error)
             raise
@@ -323,12 +329,14 @@ class BlockPool(Owner):
             `(B, H, k, block_tokens, key_dim)`; zeros where `blocks` is -1.
         """
         state, layout = self._layers[layer], self.layout(layer)
-        shape = (*blocks.shape, layout.record_items)
-        records = torch.zeros(shape, dtype=layout.dtype)
-        c, b, h = np.nonzero(blocks.numpy().transpose(2, 0, 1) >= 0)  # as they lie in the file
-        pages = state.table[b, blocks.numpy()[b, h, c]]
-        self._copy_records(layer, pages, h, records, np.ravel_multi_index((b, h, c), blocks.shape))
-        return layout.split(records)[0]
+        numbers, shape = self.platform.to_host(blocks), (*blocks.shape, layout.record_items)
+        c, b, h = np.nonzero(numbers.transpose(2, 0, 1) >= 0)  # as they lie in the file
+        pages = state.table[b, numbers[b, h, c]]
+        with self.platform.use():
+            records = torch.zeros(shape, dtype=layout.dtype, device=self.platform.device)
+            places = np.ravel_multi_index((b, h, c), numbers.shape)
+            self._copy_records(layer, pages, h, records, places)
+        return self.platform.hand_over(layout.split(records)[0])
 
     def _copy_records(
         self,
@@ -341,11 +349,11 @@ class BlockPool(Owner):
         """Copy records to places of `to`, numbers of records in it."""
         num_bytes, base = self.layout(layer).record_bytes, to.data_ptr()
         for items, addresses in self.stream(layer, pages, heads):
-            copy_pieces(base + places[items] * num_bytes, addresses, num_bytes)
+            self.platform.copy(base + places[items] * num_bytes, addresses, num_bytes)
 
     def stream(
         self, layer: int, pages: np.ndarray, heads: np.ndarray, *, is_repeated: bool = False
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    ) -> Groups:
         """Yield records of a layer in groups, as `BlockReads.stream` does.
 
         `is_repeated` says that the next step is expected to read the same records of the layer.
@@ -358,6 +366,18 @@ class BlockPool(Owner):
         except BaseException as error:
             self.fail(error)
             raise
+
+    def is_shared(self, pages: np.ndarray) -> bool:
+        """Return whether several sequences have one of some pages, int64."""
+        return bool((self._tiers.pages.references[pages] > 1).any())
+
+    def make_chunks(self, num_bytes: int) -> None:
+        """Have blocks of so many bytes pass at once, as `DeviceTier.make_chunks` does."""
+        self._tiers.device.make_chunks(num_bytes)
+
+    def bring_to_host(self, addresses: np.ndarray, num_bytes: int) -> Groups:
+        """Yield pieces at addresses that the CPU can read, as `PageTiers.bring_to_host` does."""
+        return self._tiers.lower.bring_to_host(addresses, num_bytes)
 
     def find_resident(self, layer: int) -> ResidentLayer | None:
         """Return all records of a layer and its tail for a step, which counts as reading them.
@@ -413,6 +433,7 @@ class BlockPool(Owner):
     ) -> LayerBlocks:
         """Return the blocks of a layer, made where they are not there, for keys that fit them."""
         layout = BlockLayout.of(keys, values, self.block_tokens, self._alignment_bytes)
+        check_place(self.platform.device, keys, values)
         state = self._layers.get(layer)
         if state is None:
             return self._make_layer(layer, layout, keys.shape[0], inputs)
@@ -423,32 +444,12 @@ class BlockPool(Owner):
         self, layer: int, layout: BlockLayout, batch_size: int, inputs: torch.Tensor | None
     ) -> LayerBlocks:
         self._tiers.add_layer(layer, layout, inputs)
-        tail = torch.zeros((batch_size, layout.num_heads, layout.record_items), dtype=layout.dtype)
+        shape = (batch_size, layout.num_heads, layout.record_items)
+        tail = torch.zeros(shape, dtype=layout.dtype, device=self.platform.device)
         state = LayerBlocks(layout, np.zeros((batch_size, 0), dtype=np.int64), tail)
         self._layers[layer] = state
         self.ledger.add(Tier.DEVICE, state.tail_bytes)
         return state
-
-    def _append(
-        self,
-        layer: int,
-        state: LayerBlocks,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        keep_from: int,
-    ) -> None:
-        T, at = self.block_tokens, 0
-        while at < keys.shape[2]:
-            num_whole = (keys.shape[2] - at) // T * T if state.num_tail == 0 else 0
-            if num_whole:
-                end = at + num_whole
-                self._seal(layer, state, keys[:, :, at:end], values[:, :, at:end], keep_from)
-            else:
-                end = at + state.fill_tail(keys[:, :, at:], values[:, :, at:])
-                if state.num_tail == T:
-                    state.num_tail = 0
-                    self._seal(layer, state, *state.layout.split(state.tail), keep_from)
-            at = end
 
     def _seal(
         self,
@@ -494,5 +495,5 @@ class BlockPool(Owner):
         state.table = old[chosen]
         self._tiers.share(state.table)
         self._tiers.release(state.layout, old)
-        state.tail = state.tail[torch.from_numpy(chosen)]
+        state.tail = state.tail[self.platform.from_host(chosen)]
         self.ledger.add(Tier.DEVICE, state.tail_bytes - old_bytes)

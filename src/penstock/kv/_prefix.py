@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 from penstock.kv._blocks import LayerBlocks
-from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._lower import PageTiers
+from penstock.kv._pages import PageTable
 from penstock.kv._prefix_file import PrefixWriter, SavedLayer
 from penstock.memory import NewFile
 from penstock.memory.pages import DIRECT_IO_BYTES
 
 _Pool = Any  # a BlockPool, whose module imports this one
+_Groups = Iterator[tuple[np.ndarray, np.ndarray]]
 _GROUP_BYTES = 4 * 2**20  # of keys that are shown to a selector at once
 
 
@@ -39,7 +41,7 @@ def save_pool(
         StoreFullError, StoreWriteError: The file could not be written; there is none.
         StoreReadError, PrefixFileError: Tokens could not be read.
     """
-    with NewFile(path) as file:
+    with NewFile(path) as file, pool.platform.use():
         writer = PrefixWriter(file)
         for layer in pool.layers():
             state = pool.blocks(layer)
@@ -49,13 +51,20 @@ def save_pool(
                 layer,
                 dataclasses.replace(state.layout, alignment_bytes=DIRECT_IO_BYTES),
                 table,
-                keys[:, :, : state.num_tail],
-                values[:, :, : state.num_tail],
+                keys[:, :, : state.num_tail].contiguous().cpu(),
+                values[:, :, : state.num_tail].contiguous().cpu(),
             )
             heads = np.tile(np.arange(state.layout.num_heads), len(pages))
             pages = pages.repeat(state.layout.num_heads)
-            writer.add_layer(saved, pool.stream(layer, pages, heads))
+            writer.add_layer(saved, _groups_in_host(pool, layer, pages, heads))
         writer.finish(header=header, tensors=tensors)
+
+
+def _groups_in_host(pool: _Pool, layer: int, pages: np.ndarray, heads: np.ndarray) -> _Groups:
+    """Yield records of a layer as `BlockPool.stream` does, at addresses that the CPU can read."""
+    for items, addresses in pool.stream(layer, pages, heads):
+        for some, copies in pool.bring_to_host(addresses, pool.layout(layer).record_bytes):
+            yield items[some], copies
 
 
 def _number_pages(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +107,7 @@ def _show_layer(pool: _Pool, layer: int, selector: Any) -> None:
         if getattr(selector, "reads_keys", True):
             keys = pool.keys_of(layer, torch.arange(first, last).expand(*shape, -1))
         else:
-            keys = torch.zeros((), dtype=layout.dtype)
+            keys = torch.zeros((), dtype=layout.dtype, device=pool.platform.device)
             keys = keys.expand(*shape, last - first, layout.block_tokens, layout.key_dim)
         selector.observe(layer, first, keys)
 

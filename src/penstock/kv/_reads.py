@@ -17,9 +17,9 @@ import numpy as np
 
 from penstock.kv._device import DeviceTier
 from penstock.kv._inputs import ComputedPages, InputPages
-from penstock.kv._kernel import copy_pieces
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import FileRecords, PageTable, PageTiers, TransferBuffer
+from penstock.kv._lower import FileRecords, PageTiers, TransferBuffer
+from penstock.kv._pages import PageTable
 from penstock.memory import Ledger, Link
 
 _MERGED_BYTES = 2**19  # of groups that are attended to together
@@ -150,10 +150,10 @@ class BlockReads:
             residency.touch(new)
             yield wanted.order, wanted.addresses
             return
-        hits = wanted.records[wanted.is_new & is_resident]
-        residency.pin(hits)  # none of them loses its slot before it was read
+        in_slots = wanted.records[wanted.is_new & is_resident]
+        residency.pin(in_slots)  # none of them loses its slot before it was read
         try:
-            self.num_misses += len(new) - len(hits)
+            self.num_misses += len(new) - len(in_slots)
             new_in_host = self._find_in_host(layout, wanted)
             missing = wanted.addresses == 0
             plan = None
@@ -163,7 +163,9 @@ class BlockReads:
                 self._keep_reading(plan, layer)  # before all that takes time
             try:
                 residency.touch(new)
-                self._admit_from_host(layout, wanted, new_in_host)
+                admitted = self._admit_from_host(layout, wanted, new_in_host)
+                residency.pin(admitted)
+                in_slots = np.concatenate([in_slots, admitted])
                 if plan is None:
                     yield wanted.order, wanted.addresses
                 else:
@@ -172,7 +174,7 @@ class BlockReads:
                 for group in () if plan is None else plan.take_groups():
                     self._discard(group)
         finally:
-            residency.release(hits)
+            residency.release(in_slots)
 
     def count_hits(self, layout: BlockLayout, records: np.ndarray) -> None:
         """Note that distinct records are used that are resident, all of them."""
@@ -217,11 +219,17 @@ class BlockReads:
         self._ledger.record_transfer(Link.HOST_TO_DEVICE, num_bytes, time.perf_counter_ns())
         return new
 
-    def _admit_from_host(self, layout: BlockLayout, wanted: _Wanted, new: np.ndarray) -> None:
-        """Copy those of some records to slots that are worth one."""
-        if new.any():
-            places = self._admit(layout, wanted.records[new])
-            self._fill_slots(layout, places, wanted.addresses[new])
+    def _admit_from_host(self, layout: BlockLayout, wanted: _Wanted, new: np.ndarray) -> np.ndarray:
+        """Copy those of some records to slots that are worth one; return those to be read there."""
+        if not new.any():
+            return wanted.records[:0]
+        records, sources = wanted.records[new], wanted.addresses[new]
+        found = self._fill_slots(layout, self._admit(layout, records), sources)
+        if found is not sources:
+            number = np.cumsum(new) - 1
+            is_found = (number >= 0) & (wanted.records == records[number])
+            wanted.addresses[is_found] = found[number[is_found]]
+        return records[found != sources]
 
     def _admit(self, layout: BlockLayout, records: np.ndarray) -> np.ndarray:
         """Give slots to those missing records that are worth one; return addresses, 0 for none."""
@@ -253,8 +261,8 @@ class BlockReads:
                 item_end = int(np.searchsorted(number, end)) if end < num_records else len(number)
                 some = slice(item, item_end)
                 addresses, absent = wanted.addresses[some], missing[some]
+                sources = self._fill_slots(layout, places[start:end], sources)
                 addresses[absent] = sources[number[some][absent] - start]
-                self._fill_slots(layout, places[start:end], sources)
                 start, item = end, item_end
                 yield wanted.order[some], addresses
                 for group in plan.take_groups(len(ready)):
@@ -264,10 +272,11 @@ class BlockReads:
             if places[start:].any():
                 self._device.drop_records(layout, plan.records[start:][places[start:] != 0])
 
-    def _fill_slots(self, layout: BlockLayout, places: np.ndarray, sources: np.ndarray) -> None:
-        there = places != 0
-        if there.any():
-            copy_pieces(places[there], sources[there], layout.record_bytes)
+    def _fill_slots(
+        self, layout: BlockLayout, places: np.ndarray, sources: np.ndarray
+    ) -> np.ndarray:
+        """Copy records to the slots that are not 0; return where they are to be read."""
+        return self._device.platform.fill_slots(places, sources, layout.record_bytes)
 
     def _wait_for_some(self, groups: list[_Group], layout: BlockLayout) -> int:
         """Wait for the first group; return how many have come, while the others go on."""
@@ -282,7 +291,10 @@ class BlockReads:
             self._compute(groups[num_ready], layout)
             num_ready += 1
         for group in groups[:num_ready]:
-            self._lower.count_reads(group.buffer)
+            num_bytes = self._lower.count_reads(group.buffer)
+            if self._device.platform.has_staging:
+                now = time.perf_counter_ns()
+                self._ledger.record_transfer(Link.HOST_TO_DEVICE, num_bytes, now)
         return num_ready
 
     def _compute(self, group: _Group, layout: BlockLayout) -> None:

@@ -140,6 +140,24 @@ class RecordResidency:
         self._num_retired += num_free + len(slots)
         return evicted, slots
 
+    def cut(self, num_slots: int) -> tuple[Ids, Ids]:
+        """Take the slots from number `num_slots` on out of use for good; none of them is pinned.
+
+        Returns:
+            Records that lost their slots, and these slots, both int64 `(m,)`.
+        """
+        slots = num_slots + np.flatnonzero(self._record[num_slots:] >= 0)
+        evicted = self._record[slots]
+        assert not self._num_pins[evicted].any(), "no step is under way"
+        self._slot[evicted] = -1
+        free = self._free[: self._num_free]
+        free = free[free < num_slots]
+        self._record = self._record[:num_slots].copy()
+        self._num_free = len(free)
+        self._free = np.pad(free, (0, len(self._record) - len(free)))
+        self._hand %= max(1, len(self._record))
+        return evicted, slots
+
     def pin(self, ids: ArrayLike) -> None:
         """Keep records in their slots until `release` is called as often, int64 `(k,)` distinct."""
         ids = self._distinct(ids)

@@ -34,7 +34,7 @@ class ResidentLayer:
         """Find the records of a layer."""
         H, T = state.layout.num_heads, state.layout.block_tokens
         records = state.table[:, None, :] * H + np.arange(H)[:, None]
-        counts = torch.full((*records.shape[:2], state.num_blocks + 1), T, dtype=torch.int32)
+        counts = np.full((*records.shape[:2], state.num_blocks + 1), T, dtype=np.int32)
         counts[..., -1] = state.num_tail
         found = None
         addresses = np.zeros(records.shape, dtype=np.int64)
@@ -43,9 +43,16 @@ class ResidentLayer:
         if addresses.all():
             places = np.arange(records.shape[0] * H, dtype=np.int64).reshape(-1, H, 1)
             tail = state.tail.data_ptr() + places * state.layout.record_bytes
-            found = torch.from_numpy(np.concatenate([addresses, tail], axis=2))
+            found = device.platform.from_host(np.concatenate([addresses, tail], axis=2))
         table = state.table.copy()
-        return cls(np.unique(records), found, counts, device.version, table, state.tail)
+        return cls(
+            np.unique(records),
+            found,
+            device.platform.from_host(counts),
+            device.version,
+            table,
+            state.tail,
+        )
 
     def is_of(self, state: LayerBlocks, version: int) -> bool:
         """Return whether this holds for a layer now; if so, count its tail."""
@@ -55,5 +62,5 @@ class ResidentLayer:
             and np.array_equal(self._table, state.table)
         )
         if is_same:
-            self.counts.numpy()[..., -1] = state.num_tail
+            self.counts[..., -1].fill_(state.num_tail)
         return is_same

@@ -11,7 +11,9 @@ from penstock.kv._blocks import BlockWrites, LayerBlocks
 from penstock.kv._device import DeviceTier
 from penstock.kv._inputs import InputPages, Recompute
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import PageTable, PageTiers
+from penstock.kv._lower import PageTiers
+from penstock.kv._pages import PageTable
+from penstock.kv._platform import Platform
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._reads import BlockReads
 from penstock.kv._report import PoolReport
@@ -22,6 +24,7 @@ class PoolTiers:
     """Tiers of one pool, with nothing in them.
 
     Args:
+        platform: The device.
         ledger: Account of bytes.
         budget_bytes: The most bytes of the device tier.
         host_bytes: The most bytes of host memory; None: no limit.
@@ -41,6 +44,7 @@ class PoolTiers:
 
     def __init__(
         self,
+        platform: Platform,
         ledger: Ledger,
         *,
         budget_bytes: int,
@@ -53,9 +57,15 @@ class PoolTiers:
         self._ledger, self._num_layers = ledger, num_layers
         self.pages = PageTable()
         self.lower = PageTiers(
-            self.pages, ledger, host_bytes, store, prefix, times_reads=recompute is not None
+            platform,
+            self.pages,
+            ledger,
+            host_bytes,
+            store,
+            prefix,
+            times_reads=recompute is not None,
         )
-        self.device = DeviceTier(budget_bytes, self.pages, self.lower, ledger)
+        self.device = DeviceTier(platform, budget_bytes, self.pages, self.lower, ledger)
         parts = self.pages, self.device, self.lower
         self.writes = BlockWrites(*parts)
         self.inputs = None if recompute is None else InputPages(*parts, ledger, recompute)
@@ -74,7 +84,7 @@ class PoolTiers:
             page_bytes += self.inputs.layout(layer).page_bytes
         if self.lower.has_file:
             self.reads.drop_ahead()
-            self.device.make_staging(page_bytes)
+        self.device.make_staging(page_bytes, has_file=self.lower.has_file)
 
     def share(self, table: np.ndarray) -> None:
         """Add a reference to each page of a table."""
@@ -98,6 +108,8 @@ class PoolTiers:
         ledger, reads, inputs = self._ledger, self.reads, self.inputs
         written_bytes = ledger.moved(Link.DEVICE_TO_HOST) + ledger.moved(Link.DEVICE_TO_FILE)
         read_bytes = ledger.moved(Link.HOST_TO_DEVICE) + ledger.moved(Link.FILE_TO_DEVICE)
+        if not self.device.platform.has_staging:  # else they came to host memory only
+            read_bytes -= reads.unused_bytes
         return PoolReport(
             selector=selector,
             num_layers=len(layers),
@@ -114,13 +126,14 @@ class PoolTiers:
             num_hits=reads.num_hits,
             num_misses=reads.num_misses,
             num_computed=0 if inputs is None else inputs.num_computed,
-            read_bytes=read_bytes - reads.unused_bytes,
+            read_bytes=read_bytes,
             unused_bytes=reads.unused_bytes,
             written_bytes=written_bytes,
             stall_seconds=ledger.stall_seconds,
         )
 
     def close(self) -> None:
-        """Wait for transfers, and close files."""
+        """Wait for transfers, close files, and give back memory."""
         self.reads.drop_ahead()
         self.lower.close()
+        self.device.close()

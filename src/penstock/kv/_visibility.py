@@ -28,6 +28,7 @@ class Visibility:
             seen either. None: no padding.
         table: bool `(1 or B, 1 or Hq, n, tokens)`, for a mask that is given as a whole.
         table_start: Token of the table's first column.
+        device: Device of the parts that are tensors, and of the indices that the rule is given.
     """
 
     batch_size: int = 1
@@ -37,6 +38,7 @@ class Visibility:
     padding: torch.Tensor | None = None
     table: torch.Tensor | None = None
     table_start: int = 0
+    device: torch.device | str = "cpu"
     _last: tuple[tuple[int, int, int, int], torch.Tensor | None] | None = field(
         default=None, init=False, repr=False
     )
@@ -72,15 +74,16 @@ class Visibility:
             bool `(1 or B, 1 or Hq, 1 or n, last - first)`, or None where all are seen.
         """
         parts = []
-        positions = torch.arange(queries.start, queries.stop) + self.query_start
-        keys = torch.arange(first, last)
+        positions = torch.arange(queries.start, queries.stop, device=self.device)
+        positions = positions + self.query_start
+        keys = torch.arange(first, last, device=self.device)
         if self.is_causal and last > self.query_start + queries.start + 1:
             parts.append((keys <= positions[:, None])[None, None])
         if self.rule is not None:
-            batch = torch.arange(self.batch_size)
+            batch = torch.arange(self.batch_size, device=self.device)
             seen = self.rule(
                 batch[:, None, None, None],
-                torch.zeros((1, 1, 1, 1), dtype=torch.int64),
+                batch.new_zeros((1, 1, 1, 1)),
                 positions[None, None, :, None],
                 keys[None, None, None, :],
             )

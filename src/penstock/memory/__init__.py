@@ -10,7 +10,6 @@ from penstock.memory._extent_file import Extent, ExtentFile, StartedReads, Store
 from penstock.memory._extents import ExtentAllocator
 from penstock.memory._ledger import Ledger, Link, Span, Tier, Timeline
 from penstock.memory._ram import available_ram, installed_ram
-from penstock.memory._read_queue import IO_RING
 from penstock.memory._signals import deferred_signals, interruptible, uninterrupted
 from penstock.memory._staging import StagingBuffer, StagingPool
 from penstock.memory._store import RAM_FILESYSTEMS, FileStore, filesystem_type
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.memory._cpu_allocator import CachingAllocator
     from penstock.memory._probe import probe
     from penstock.memory._profile import (
+        CacheProfile,
         ComputeProfile,
         LinkProfile,
         MachineProfile,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "IO_RING",
     "RAM_FILESYSTEMS",
+    "CacheProfile",
     "CachingAllocator",
     "ComputeProfile",
     "Extent",

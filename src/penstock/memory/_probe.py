@@ -22,10 +22,12 @@ from typing import NamedTuple
 
 from penstock.codegen import cache_entry
 from penstock.errors import StoreUnavailableError
+from penstock.memory._caches import find_caches, measure_caches
 from penstock.memory._extent_file import Extent, ExtentFile
 from penstock.memory._ledger import Link, Tier
 from penstock.memory._profile import (
     MAX_LOAD,
+    CacheProfile,
     ComputeProfile,
     LinkProfile,
     MachineProfile,
@@ -39,7 +41,7 @@ from penstock.memory.raw_memory import address_of, copy_bytes
 _log = logging.getLogger(__name__)
 
 _FILE_NAME = "profile.json"
-_SCHEMA = 4  # of the cached files: raise it when what is measured changes
+_SCHEMA = 5  # of the cached files: raise it when what is measured changes
 _MIN_RUNS, _MAX_RUNS = 3, 9
 _LINK_SECONDS = 1.0  # aim for one link, once it has its least number of runs
 _RUN_SECONDS = 0.1
@@ -49,6 +51,8 @@ _PCIE_BYTES = 256 * 2**20
 _MATRIX_ROWS = {"cpu": 1024, "cuda": 8192}
 _VECTOR_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
 _NUM_LAUNCHES = 200
+_CACHE_RUN_BYTES = 2**29
+_GPU_LINE_BYTES = 128
 _REQUEST_BYTES = 8 * 2**20
 _MAX_REQUESTS_PER_RUN = 32
 _NUM_THREADS = 4
@@ -171,6 +175,7 @@ def _measure(device: _ProbedDevice, store: FileStore | None) -> MachineProfile:
             names = (Link.HOST_TO_FILE, Link.FILE_TO_HOST)
         links |= zip(names, alone, strict=True)
         both_ways |= zip(names, both, strict=False)  # none for a tiny store
+    caches, memory_rates = _measure_caches(device)
     return MachineProfile(
         name=platform.node(),
         device=device.kind,
@@ -183,7 +188,29 @@ def _measure(device: _ProbedDevice, store: FileStore | None) -> MachineProfile:
         direct_io=direct_io,
         compute=_measure_compute(device),
         both_ways=both_ways,
+        caches=caches,
+        memory_rates=memory_rates,
     )
+
+
+def _measure_caches(
+    device: _ProbedDevice,
+) -> tuple[tuple[CacheProfile, ...], tuple[LinkProfile, ...]]:
+    """Return the caches; of a processor with their rates, and that of memory behind them."""
+    if device.kind == "cpu":
+        return measure_caches(find_caches(), _num_cores(), run_bytes=_CACHE_RUN_BYTES)
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    sizes = {
+        "shared": getattr(properties, "shared_memory_per_block_optin", 0),
+        "L2": getattr(properties, "L2_cache_size", 0),
+    }
+    return tuple(
+        CacheProfile(name=name, capacity_bytes=int(size), line_bytes=_GPU_LINE_BYTES)
+        for name, size in sizes.items()
+        if size
+    ), ()
 
 
 def _measure_memcpy() -> LinkProfile:

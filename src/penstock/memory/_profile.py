@@ -70,6 +70,23 @@ class LinkProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheProfile:
+    """A data cache, or the shared memory of a GPU's multiprocessor.
+
+    Attributes:
+        name: `"L1"`, `"L2"`, `"L3"`, or `"shared"`.
+        capacity_bytes: Bytes that it holds; of a cache that cores share, all of it.
+        line_bytes: Bytes that it moves at once.
+        rate: How fast one core reads it; None where that was not measured.
+    """
+
+    name: str
+    capacity_bytes: int
+    line_bytes: int
+    rate: LinkProfile | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeProfile:
     """Rates of the device: the two roofs of a roofline, and the cost of a launch.
 
@@ -121,6 +138,9 @@ class MachineProfile:
         load: Processes of all kinds that were running or waiting for each core, on the average of
             the minute before it was measured; None where that is unknown.
         measured_at: Seconds since the epoch; 0 where that is unknown.
+        caches: Caches of the device, the nearest to the processor first; empty where unknown.
+        memory_rates: How fast the memory behind the caches is read: by one core, and by all of them
+            together; empty on a GPU, and where it was not measured.
     """
 
     name: str
@@ -136,6 +156,8 @@ class MachineProfile:
     both_ways: dict[Link, LinkProfile] = field(default_factory=dict)
     load: float | None = None
     measured_at: float = 0.0
+    caches: tuple[CacheProfile, ...] = ()
+    memory_rates: tuple[LinkProfile, ...] = ()
 
     @property
     def spread(self) -> float:
@@ -188,6 +210,12 @@ class MachineProfile:
         rows += [(link.value, profile) for link, profile in self.links.items()]
         rows += [(f"{link.value}, both ways", profile) for link, profile in self.both_ways.items()]
         rows.append(("memcpy, one thread", self.memcpy))
+        for cache in self.caches:
+            size = format_bytes(cache.capacity_bytes)
+            rate = "not measured" if cache.rate is None else cache.rate
+            rows.append((f"{cache.name} cache, {size}", rate))
+        of = ("memory, one core", "memory, all cores")
+        rows += zip(of, self.memory_rates, strict=False)
         if self.compute is not None:
             rows += [
                 (f"compute, {dtype}", f"{rate / 1e12:.3g} TFLOP/s")
@@ -215,6 +243,8 @@ def _read_plain(kind: Any, data: Any) -> Any:
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (dict, Mapping):
         return {_read_plain(parts[0], key): _read_plain(parts[1], data[key]) for key in data}
+    if origin is tuple and parts[1:] == (Ellipsis,):
+        return tuple(_read_plain(parts[0], each) for each in data)
     if origin is tuple:
         return tuple(_read_plain(part, each) for part, each in zip(parts, data, strict=True))
     if origin is UnionType:  # with None
@@ -237,6 +267,9 @@ _LAUNCH_SECONDS = 4e-6
 _VOLTA = {"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7}
 _AMPERE = {"float64": 9.7, "float32": 19.5, "float16": 312.0, "bfloat16": 312.0}
 _HOPPER = {"float64": 34.0, "float32": 67.0, "float16": 989.0, "bfloat16": 989.0}
+# KiB of shared memory of a multiprocessor that a block can use, and MiB of L2: CUDA's programming
+# guide, technical specifications by compute capability, and the whitepapers of the architectures.
+_CACHES = {"v100": (96, 6), "a100": (163, 40), "h100": (227, 50), "h200": (227, 50)}
 # By name: the device's name, its bytes, its arithmetic, GB/s of its memory, bytes/s of PCIe.
 _MACHINES = {
     "v100-16gb-pcie3": ("Tesla V100 16 GB", 16 * 2**30, _VOLTA, 900.0, 12.5e9),
@@ -268,6 +301,7 @@ def machine(name: str) -> MachineProfile:
         )
     device_name, memory_bytes, teraflops, gigabytes_per_second, pcie_rate = _MACHINES[name]
     pcie = _rate(pcie_rate)
+    shared, last = _CACHES[name.partition("-")[0]]
     return MachineProfile(
         name=name,
         device="cuda",
@@ -280,6 +314,10 @@ def machine(name: str) -> MachineProfile:
         links={Link.DEVICE_TO_HOST: pcie, Link.HOST_TO_DEVICE: pcie},
         memcpy=_rate(_MEMCPY),
         compute=_compute(teraflops, gigabytes_per_second),
+        caches=(
+            CacheProfile(name="shared", capacity_bytes=shared * 2**10, line_bytes=128),
+            CacheProfile(name="L2", capacity_bytes=last * 2**20, line_bytes=128),
+        ),
     )
 
 

@@ -13,11 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.codegen import load_optional_library
+from penstock.codegen import IO_RING, load_optional_library
 from penstock.memory import _fork
-
-IO_RING = Path(__file__).with_name("io_ring.cpp")
-"""C++ source of `Ring`, the kernel's queue of reads; it comes before what uses it."""
 
 
 class QueuedReads:

@@ -16,12 +16,13 @@ import torch
 from triton.runtime import interpreter
 
 from lora_layers import Layer, assert_close, kept, make_layers
-from penstock.codegen import count_bytes
+from penstock.codegen import ByteCount, count_bytes
+from penstock.iomodel import TileOrder
 from penstock.lora import Adapter, AdapterRows, _dropout, _operator, _products, linear
 from penstock.lora import triton as triton_lora
 from penstock.lora._operator import uses_of
-from penstock.lora.triton import backward, find_parts, forward
-from penstock.lora.triton._bytes import LayerBytes, RequestedBytes
+from penstock.lora.triton import _tile_order, backward, choose_tiles, find_parts, forward
+from penstock.lora.triton._bytes import LayerBytes
 from penstock.lora.triton._launch import ProductLaunch, find_key
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_kernels.py runs this"
@@ -270,10 +271,9 @@ def test_keys_of_seeds():
 # ------------------------------------------------------------------------- bytes
 
 
-def closed_forms(layer: Layer) -> dict[str, Callable[[], RequestedBytes]]:
-    """By launch, in their order, the bytes that the formulas have."""
+def layer_bytes(layer: Layer) -> LayerBytes:
     assert layer.adapter_dtype is not None
-    of = LayerBytes(
+    return LayerBytes(
         rows=layer.rows,
         in_features=layer.in_features,
         out_features=layer.out_features,
@@ -281,6 +281,11 @@ def closed_forms(layer: Layer) -> dict[str, Callable[[], RequestedBytes]]:
         adapter_element=layer.adapter_dtype.itemsize,
         has_dropout=any(layer.dropouts),
     )
+
+
+def closed_forms(layer: Layer) -> dict[str, Callable[[], ByteCount]]:
+    """By launch, in their order, the bytes that the formulas have."""
+    of = layer_bytes(layer)
     return {
         "down_product": of.down_product,
         "y": lambda: of.base_product(has_bias=True),
@@ -316,10 +321,7 @@ def test_counted_bytes_of_every_kernel_are_those_of_the_formulas(name):
         del forms["add_slices"]  # dS is written at once
     assert kernels == KERNELS - ({"add_slices"} if "add_slices" not in forms else set())
     for count, (which, form) in zip(counts, forms.items(), strict=True):
-        expected = form()
-        assert count.atomic_bytes == 0
-        assert count.stored_bytes == expected.stored_bytes, which
-        assert count.loaded_bytes == expected.loaded_bytes + expected.table_bytes, which
+        assert count == form(), which
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -340,3 +342,32 @@ def test_the_forward_pass_moves_little_beside_the_base_product(dropout):
     base = m * k + n * k + n + m * n
     assert moved == 4 * (base + m * k + 2 * m * r + n * r + r * k)
     assert count.stored_bytes == 4 * (m * n + m * r)  # y once, S, and no mask
+
+
+@pytest.mark.parametrize("name", ["row", "grouped", "morton", "chiplet"])
+def test_results_are_the_same_bits_in_every_order_of_tiles(name):
+    tiles = {"base_columns": 16, "base_rows": 16}
+    layer = Layer(90, 40, 70, (8,), [(0, 0, 75, 0)], (0.1,), tiles=tiles)
+    order, launches = TileOrder(name=name, group=3, num_chiplets=2), []
+    found = compute(layer, tile_order=order)
+    for ours, expected in zip(flatten(found), flatten(compute(layer)), strict=True):
+        assert torch.equal(ours, expected)
+    forward(layer.x, layer.weight, layer.bias, layer.adapters, layer.rows, tile_order=order,
+            run=launches.append)  # fmt: skip
+    of = layer_bytes(layer)
+    has_table = name in ("morton", "chiplet")
+    assert len(launches) == 2 and launches[1].constants["HAS_TILE_TABLE"] == has_table
+    launches[0]()
+    expected = of.base_product(has_bias=True, has_tile_table=has_table)
+    assert count_bytes(launches[1]) == expected
+
+
+def test_orders_are_planned_for_the_cache_of_a_gpu(monkeypatch):
+    class Properties:
+        L2_cache_size, multi_processor_count = 2**22, 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    tiles = choose_tiles(torch.float16, torch.float16, (8,))
+    wide = _tile_order._plan(64, 4096, 4096, tiles, 2, torch.device("cpu"))
+    tall = _tile_order._plan(1, 4096, 4096, tiles, 2, torch.device("cpu"))
+    assert wide.name in ("grouped", "morton") and tall.name == "row"

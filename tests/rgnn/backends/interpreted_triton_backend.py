@@ -27,8 +27,11 @@ from _relational import (
     results_and_gradients,
 )
 from penstock import rgnn
+from penstock.codegen import count_bytes
 from penstock.rgnn import dot, edge_mean, edge_softmax, spaces
 from penstock.rgnn.backends.triton import _kernels, _tables
+from penstock.rgnn.backends.triton._bytes import launched_bytes
+from penstock.rgnn.backends.triton._launch import KernelLaunch
 from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_backend.py runs this"
@@ -56,6 +59,21 @@ def _bounds_of_loops():
 
     patch.setattr(interpreter._LangPatchScope, "set_attr", with_item)
     yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compared():
+    """Names of the kernels that were launched; bytes of each launch are those of its formula."""
+    patch, run, names = pytest.MonkeyPatch(), KernelLaunch.__call__, set()
+
+    def count(launch: KernelLaunch) -> None:
+        name = launch.kernel.fn.__name__
+        assert count_bytes(lambda: run(launch)) == launched_bytes(launch), name
+        names.add(name)
+
+    patch.setattr(KernelLaunch, "__call__", count)
+    yield names
     patch.undo()
 
 
@@ -432,3 +450,12 @@ def test_weights_of_heads_that_are_not_square():
 
     graph = random_graph(6, 20)
     check(body, graph, (random_tensor(6, 6), random_tensor(NUM_RELATIONS, 2, 3, 5)))
+
+
+def test_each_kind_of_launch_was_compared_with_its_formula(compared):
+    """By the tests before; without them, by the layers."""
+    for name in LAYERS:
+        graph = random_graph(14, 40)
+        check(LAYERS[name].__wrapped__, graph, layer_arguments(name, graph))
+    fixed = {"segment_gemm", "weight_gradient", "add_pieces"}
+    assert fixed <= set(compared) and any(each.startswith("traversal") for each in compared)

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.codegen import count_bytes
 from penstock.unified import HotRows, unify
 from penstock.unified.device import _rows as device_rows
+from penstock.unified.device._bytes import added_bytes, copied_bytes
 from penstock.unified.device._registration import MemoryUse
 from penstock.unified.device.table import DeviceTable, IndexCheck
 from penstock.unified.host import table as host_table
@@ -318,3 +320,44 @@ def test_the_next_use_of_a_table_raises_for_what_nobody_waited_for(registered):
     on.defer_check(check)
     with pytest.raises(IndexError, match=r"index\[0\] is 50"):
         on.read_rows(torch.tensor([1]), torch.empty(1, 6), negative=False)
+
+
+# --------------------------------------------------------------------- closed forms
+
+
+@pytest.mark.parametrize(("width", "dtype"), [*ROWS.values()])
+def test_copies_ask_for_the_bytes_of_the_formula(width, dtype):
+    table = unify(noise(40, width, dtype=dtype)).cpu()
+    out = noise(60, width, dtype=dtype)
+    index = torch.randint(-40, 44, (50,))
+    places = torch.randperm(60)[:50]
+    places[::7] = -1
+    rows = index.clamp(max=39)
+    for arguments, keywords in (
+        ((table, index, out, None, none_wrong(), True, True, 0), {"negative": True}),
+        ((table, rows, out, places, None, False, True, 3), {}),
+        (
+            (out, places, table, rows, None, False, False, 0),
+            {"host_is_source": False},
+        ),
+        ((table, None, out, None, None, False, True, 0), {}),
+    ):
+        count = count_bytes(lambda: device_rows.copy_rows(*arguments))  # noqa: B023
+        is_checked = arguments[4] is not None
+        assert count == copied_bytes(*arguments[:4], is_checked=is_checked, **keywords)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+@pytest.mark.parametrize("width", [1, 33, 1100])
+def test_additions_ask_for_the_bytes_of_the_formula(width, dtype):
+    table, source = torch.ones(20, width, dtype=dtype), torch.ones(30, width, dtype=dtype)
+    rows, order = torch.sort(torch.randint(0, 9, (30,)), stable=True)
+    count = count_bytes(lambda: device_rows.add_sorted_rows(table, rows, order, source))
+    assert count == added_bytes(table, rows, order, source)
+
+
+def test_nothing_is_asked_for_without_rows():
+    table = torch.zeros(5, 3)
+    none = torch.zeros(0, dtype=torch.int64)
+    assert added_bytes(table, none, none, table[:0]).requested_bytes == 0
+    assert copied_bytes(table, none, table, None).requested_bytes == 0

@@ -121,16 +121,16 @@ def _read_mask(
         if is_causal is None:
             is_causal = bool(getattr(module, "is_causal", True))
         is_causal = is_causal and query.shape[2] > 1
-        return Visibility(batch_size=len(query), query_start=start, is_causal=is_causal), None
+        return Visibility(len(query), start, is_causal, device=query.device), None
     if mask.dim() != 4 or mask.shape[2:] != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"attention_mask must have the shape (B, 1 or {query.shape[1]}, {query.shape[2]}, "
             f"{key.shape[2]}); got {tuple(mask.shape)}"
         )
     if mask.dtype == torch.bool:
-        return Visibility(batch_size=len(query), table=mask, table_start=start), None
+        return Visibility(len(query), table=mask, table_start=start, device=mask.device), None
     seen = mask > torch.finfo(mask.dtype).min / 2
-    visibility = Visibility(batch_size=len(query), table=seen, table_start=start)
+    visibility = Visibility(len(query), table=seen, table_start=start, device=mask.device)
     return visibility, mask.masked_fill(~seen, 0.0)
 
 

@@ -191,7 +191,7 @@ class PooledCache(Uncopied, Cache):
     def _select_prefix(self, index: torch.Tensor) -> None:
         for name in _OF_PREFIX:
             if (kept := getattr(self, name)) is not None:
-                setattr(self, name, kept[index])
+                setattr(self, name, kept[index.to(kept.device)])
 
     def _check_whole(self) -> None:
         for layer in self.layers:
@@ -340,7 +340,7 @@ def cache(
         ... # doctest: +SKIP
 
     Args:
-        model: A model of Transformers on the CPU, not compiled.
+        model: A model of Transformers on the CPU or one GPU, not compiled.
         device_memory: Budget of resident blocks and staging, as an int or text such as `"2GiB"`.
             The unfinished block of each sequence and layer is beyond it.
         host_memory: The most bytes of host memory below; None: as much as is needed, or none where
@@ -394,6 +394,7 @@ def cache(
             host_memory=host_memory,
             store=store,
             block_tokens=block_tokens,
+            device=model.device,
             num_layers=(1 + is_pair) * sum(kind != "dummy" for kind in kinds),
             selector=selector,
             selected_layers=[i for i, kind in enumerate(kinds) if kind in _FULL],
@@ -445,6 +446,8 @@ def _check_inputs_can_be_kept(
         raise PenstockError(
             f"keep_inputs=True: the prefix {os.fspath(prefix)!r} holds no inputs; leave one out"
         )
+    if model.device.type != "cpu":
+        raise PenstockError(f"keep_inputs=True is for models on the CPU, not on {model.device}")
     if model.config.is_encoder_decoder:
         raise PenstockError(
             f"keep_inputs=True: {type(model).__name__} is an encoder-decoder model, of which no "

@@ -38,8 +38,8 @@ class KeysPlaceholder(torch.Tensor):
         dtype: torch.dtype,
         start: int,
     ) -> KeysPlaceholder:
-        """Make one for `(B, H, tokens, dim)`."""
-        made: Any = make_shape_only(cls, shape, dtype)
+        """Make one for `(B, H, tokens, dim)`, on the device of the layer's pool."""
+        made: Any = make_shape_only(cls, shape, dtype, layer.pool.platform.device)
         made.layer, made.start = layer, start
         return made
 

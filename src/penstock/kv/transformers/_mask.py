@@ -20,16 +20,16 @@ class RangeMask:
         visibility: Tokens that each query sees.
         shape: `(B, 1, n, keys)` that a mask in memory would have.
         dtype: `torch.bool`.
-        device: The CPU.
+        device: Of the model.
         start: Token of the first key.
     """
 
     dtype = torch.bool
-    device = torch.device("cpu")
     ndim = 4
 
     def __init__(self, visibility: Visibility, shape: tuple[int, ...], start: int) -> None:
         self.visibility = visibility
+        self.device = torch.device(visibility.device)
         self.shape = torch.Size(shape)
         self.start = start
 
@@ -98,13 +98,15 @@ def make_range_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | RangeMask | None = None,
     use_vmap: bool = False,
+    device: torch.device | str = "cpu",
     **_: Any,
 ) -> RangeMask:
     """Return the mask of a call, as Transformers' mask interface asks for it.
 
     The first query is token `q_offset`, the first key token `kv_offset`; `mask_function` says the
     visibility by indices of batch, head, query and key, and `attention_mask`, bool `(B, tokens)`,
-    is False for padding. Wishes of other mask functions change nothing.
+    is False for padding; `device` is that of all indices. Wishes of other mask functions change
+    nothing.
 
     Raises:
         PenstockError: `mask_function` may be other than elementwise.
@@ -127,5 +129,6 @@ def make_range_mask(
         is_causal=mask_function is causal_mask_function,
         rule=None if is_plain else mask_function,
         padding=padding,
+        device=device,
     )
     return RangeMask(visibility, (batch_size, 1, q_length, kv_length), int(kv_offset))

@@ -93,9 +93,11 @@ def check_supported(model: object) -> None:
             f"{type(model).__name__} prepares the cache of its cross attention itself, in place of "
             "that of penstock.kv.cache; use another cache"
         )
-    if model.device.type != "cpu":
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or not {each.type for each in devices} <= {"cpu", "cuda"}:
         raise PenstockError(
-            f"penstock.kv.cache runs on the CPU; {type(model).__name__} is on {model.device}"
+            f"penstock.kv.cache takes models on one device, the CPU or a GPU; "
+            f"{type(model).__name__} is on {sorted(map(str, devices))}"
         )
 
 

@@ -73,7 +73,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
-    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
     dtype = str(tensor.dtype).removeprefix("torch.")
     return [dtype, [*tensor.shape], zlib.crc32(content.data)]
 
@@ -199,6 +199,7 @@ def _first_difference(some: torch.Tensor, prefix: torch.Tensor) -> int | None:
     """Return the first column of `(B or fewer, m)` that is not that of `prefix`, `(B, n)`."""
     if some.shape[1] < prefix.shape[1] or len(prefix) % len(some):
         return some.shape[1]
+    prefix = prefix.to(some.device)
     beginning = some[:, : prefix.shape[1]].repeat_interleave(len(prefix) // len(some), 0)
     is_other = (beginning != prefix).any(0)
     return int(is_other.nonzero()[0]) if bool(is_other.any()) else None

@@ -13,14 +13,15 @@ They are requests, before any cache.
 
 from __future__ import annotations
 
+from penstock.codegen import ByteCount
 from penstock.kv.triton._launch import RecordCall, TaskTiles, ceil_div
 
 _SUM = 4  # bytes of a float32
 _ENTRY = 8 + 4  # bytes of an address and a count
 
 
-def requested_bytes(call: RecordCall, tiles: TaskTiles, *, with_block_lse: bool) -> tuple[int, int]:
-    """Return bytes that a call loads and stores, from its counts, which are read."""
+def requested_bytes(call: RecordCall, tiles: TaskTiles, *, with_block_lse: bool) -> ByteCount:
+    """Return the bytes of a call, from its counts, which are read."""
     batch, kv_heads, num_records = call.addresses.shape
     heads, rows = batch * kv_heads, call.num_rows
     num_tiles, blocks = num_records * tiles.of_record, ceil_div(rows, tiles.rows)
@@ -35,4 +36,6 @@ def requested_bytes(call: RecordCall, tiles: TaskTiles, *, with_block_lse: bool)
     if tiles.num_tasks > 1:
         loaded += tiles.num_tasks * (result + heads * rows * _SUM)
         stored += result
-    return loaded, stored
+    return ByteCount(
+        loaded_bytes=loaded, stored_bytes=stored, num_launches=1 + (tiles.num_tasks > 1)
+    )

@@ -9,6 +9,7 @@ tokens, tokens innermost) and the tokens t of a task that are valid and visible:
 
     attend_tasks    out and lse of a task; each record is read once for all rows of a program
     merge_tasks     lse = log sum exp(lse_i),  out = sum exp(lse_i - lse) out_i  over tasks i
+    copy_records    copies of records between addresses, a program for each
 
 Maximum and sums run along (Milakov, Gimelshein, arXiv:1805.02867). Each sum has one writer and a
 fixed order, without atomics, so results are the same bits in every run.
@@ -215,3 +216,23 @@ def merge_tasks(
     tl.store(lse + row, whole)
     result = sums / tl.where(is_none, 1.0, total)
     tl.store(out + row * VALUE_DIM + column, result, mask=column < VALUE_DIM)
+
+
+@triton.jit
+def copy_records(
+    destinations,
+    sources,
+    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+):
+    """Copy NUM_WORDS words from `sources[i]` to `destinations[i]`, addresses, in program i."""
+    record = tl.program_id(0)
+    to = point_to(tl.load(destinations + record), WORD, ALIGNED)
+    source = point_to(tl.load(sources + record), WORD, ALIGNED)
+    lane = tl.arange(0, TILE_WORDS)
+    for first in range(0, NUM_WORDS, TILE_WORDS):
+        word = first + lane
+        is_word = word < NUM_WORDS
+        tl.store(to + word, tl.load(source + word, mask=is_word), mask=is_word)

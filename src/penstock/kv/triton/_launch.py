@@ -118,6 +118,12 @@ class RecordCall:
         return bool(self.softcap) or self.visible is not None or self.bias is not None
 
 
+def most_rows(dtype: torch.dtype, key_dim: int, value_dim: int) -> int:
+    """Return the most rows of a program: with more, records are read several times."""
+    widest = max(_LEAST_BLOCK, ceil_power(max(key_dim, value_dim)))
+    return min(128, _MOST_SUMS // widest) if dtype.itemsize == 2 else _LEAST_BLOCK
+
+
 def choose_tiles(call: RecordCall) -> TaskTiles:
     """Choose sizes such that no kernel spills registers on sm_90 or gfx942.
 
@@ -127,8 +133,8 @@ def choose_tiles(call: RecordCall) -> TaskTiles:
     """
     element_bytes = call.query.element_size()
     key, value = (max(_LEAST_BLOCK, ceil_power(d)) for d in (call.query.shape[3], call.value_dim))
-    most_rows = min(128, _MOST_SUMS // max(key, value)) if element_bytes == 2 else _LEAST_BLOCK
-    rows = max(_LEAST_BLOCK, min(ceil_power(call.num_rows), most_rows))
+    most = most_rows(call.query.dtype, key, value)
+    rows = max(_LEAST_BLOCK, min(ceil_power(call.num_rows), most))
     most = min(_MOST_TOKENS, _TILE_BYTES // (2 * max(key, value) * element_bytes))
     if call.is_masked or rows > _LEAST_BLOCK:
         most = _LEAST_BLOCK

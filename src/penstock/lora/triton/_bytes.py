@@ -20,25 +20,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from penstock.codegen import ByteCount
 from penstock.lora.triton._tables import Entry, RowTables
 
 _NUMBER = 8  # bytes of an entry of a table or of the order
 _SUM = 4  # bytes of a partial sum
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RequestedBytes:
-    """Bytes that a launch asks for.
-
-    Attributes:
-        loaded_bytes: Of matrices and vectors.
-        stored_bytes: Of matrices.
-        table_bytes: Of tables and of the order, loaded too.
-    """
-
-    loaded_bytes: int
-    stored_bytes: int
-    table_bytes: int
+_TILE = 4  # bytes of a tile's number in an order that is read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +48,7 @@ class LayerBytes:
     adapter_element: int
     has_dropout: bool
 
-    def down_product(self) -> RequestedBytes:
+    def down_product(self) -> ByteCount:
         """Return the bytes of S = (m * x) A^T."""
         loaded = stored = table = 0
         for block, rank, tiles in self._walk(self.rows.blocks):
@@ -74,8 +61,8 @@ class LayerBytes:
 
     def base_product(
         self, *, backward: bool = False, has_bias: bool = False, has_weight: bool = True,
-        has_addend: bool = False,
-    ) -> RequestedBytes:  # fmt: skip
+        has_addend: bool = False, has_tile_table: bool = False,
+    ) -> ByteCount:  # fmt: skip
         """Return the bytes of y, or `backward` those of dx."""
         inner, width = self.in_features, self.out_features
         if backward:
@@ -91,9 +78,10 @@ class LayerBytes:
             stored += block.num_rows * width * self.element
             numbers = 6 + 3 * self.has_dropout if backward else 7
             table += columns * (numbers + self._order_numbers(block))
-        return _requests(loaded, stored, table)
+        tiles = has_tile_table * columns * len(self.rows.all_blocks)
+        return _requests(loaded, stored, table, tiles * _TILE)
 
-    def up_gradient(self) -> RequestedBytes:
+    def up_gradient(self) -> ByteCount:
         """Return the bytes of partial dB and dS."""
         width, tiles = self.out_features, self.rows.tiles
         loaded = stored = table = 0
@@ -108,7 +96,7 @@ class LayerBytes:
             table += columns * (self._rank_tiles() * 2 + num_tiles * numbers)
         return _requests(loaded, stored, table)
 
-    def down_gradient(self) -> RequestedBytes:
+    def down_gradient(self) -> ByteCount:
         """Return the bytes of partial dA."""
         width, tiles = self.in_features, self.rows.tiles
         loaded = stored = table = 0
@@ -121,13 +109,13 @@ class LayerBytes:
             table += columns * (self._rank_tiles() * 2 + num_tiles * numbers)
         return _requests(loaded, stored, table)
 
-    def add_slices(self) -> RequestedBytes:
+    def add_slices(self) -> ByteCount:
         """Return the bytes of the sum dS over the columns' tiles."""
         length = self.rows.num_elements
         slices = _ceil_div(self.out_features, self.rows.tiles.up_columns)
         return _requests(length * slices * _SUM, length * self.adapter_element, 0)
 
-    def add_pieces(self, width: int) -> RequestedBytes:
+    def add_pieces(self, width: int) -> ByteCount:
         """Return the bytes of the sums dA, where `width` is K, or dB, where it is N."""
         rows, block = self.rows, self.rows.tiles.added
         programs = _ceil_div(rows.max_rank * width, block)
@@ -153,9 +141,13 @@ class LayerBytes:
         return 0 if self.rows.order is None else entry.num_rows
 
 
-def _requests(loaded_bytes: int, stored_bytes: int, numbers: int) -> RequestedBytes:
-    return RequestedBytes(
-        loaded_bytes=loaded_bytes, stored_bytes=stored_bytes, table_bytes=numbers * _NUMBER
+def _requests(loaded_bytes: int, stored_bytes: int, numbers: int, tile_bytes: int = 0) -> ByteCount:
+    table_bytes = numbers * _NUMBER + tile_bytes
+    return ByteCount(
+        loaded_bytes=loaded_bytes + table_bytes,
+        stored_bytes=stored_bytes,
+        table_bytes=table_bytes,
+        num_launches=int(loaded_bytes + stored_bytes + numbers > 0),  # none on an empty grid
     )
 
 

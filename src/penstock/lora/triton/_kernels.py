@@ -150,7 +150,9 @@ def base_product(
     s,
     inner,
     width,
+    tile_table,
     BACKWARD: tl.constexpr,
+    HAS_TILE_TABLE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
@@ -171,13 +173,18 @@ def base_product(
 
     Forward the factor is c B^T. BACKWARD it is A, and `s factor` is masked.
     """
-    # GROUP blocks of rows go through the columns together, so that they share W in the cache.
     num_columns = tl.cdiv(width, BLOCK_COLUMNS)
-    group = tl.program_id(0) // (GROUP * num_columns)
-    height = tl.minimum(num_blocks - group * GROUP, GROUP)
-    within = tl.program_id(0) % (GROUP * num_columns)
-    entry = blocks + (group * GROUP + within % height) * 6
-    columns = within // height * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    if HAS_TILE_TABLE:
+        tile = tl.load(tile_table + tl.program_id(0))
+        block, column = tile // num_columns, tile % num_columns
+    else:
+        # GROUP blocks of rows go through the columns together, so that they share W in the cache.
+        group = tl.program_id(0) // (GROUP * num_columns)
+        height = tl.minimum(num_blocks - group * GROUP, GROUP)
+        within = tl.program_id(0) % (GROUP * num_columns)
+        block, column = group * GROUP + within % height, within // height
+    entry = blocks + block * 6
+    columns = column * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     is_column = columns < width
     columns = columns.to(tl.int64)
     fields = adapters + tl.load(entry) * 8

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from penstock.iomodel import TileOrder
 from penstock.lora._dropout import to_threshold
 from penstock.lora.triton import _kernels
 from penstock.lora.triton._tables import RowTables
+from penstock.lora.triton._tile_order import order_tiles
 from penstock.lora.triton._tiles import DTYPES, find_rank_factor
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 NUM_STAGES = 2 if torch.version.hip else 3
 """Tiles on their way: on AMD in registers, of which more than one is too many."""
 _WORD = 0xFFFFFFFF
-_GROUP_BLOCKS = 8
-"""Blocks of rows that go through the columns of the base product together."""
 _DOWN_GRADIENT, _UP_GRADIENT = 6, 7  # fields of AdapterRecord
 
 
@@ -143,6 +143,7 @@ def forward(
     rows: RowTables,
     *,
     addend: torch.Tensor | None = None,
+    tile_order: TileOrder | None = None,
     run: Run = launch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a layer's output, and the products of rank r for its backward pass.
@@ -154,6 +155,7 @@ def forward(
         adapters: The adapters.
         rows: Tables of the rows for the adapters' ranks and tiles of x's dtype.
         addend: The layer's own output, `(M, N)`, to which the adapters add; without a weight.
+        tile_order: Order of the tiles of the base product; None: planned for the GPU.
         run: Takes the launches.
 
     Returns:
@@ -189,7 +191,7 @@ def forward(
     )
     strides = (0, 0) if weight is None else (weight.stride(1), weight.stride(0))
     of_base = _BaseOperands(left=x, weight=weight, strides=strides, bias=bias, addend=addend)
-    run(_launch_base_product(of_base, y, s, table, rows, shared, backward=False))
+    run(_launch_base_product(of_base, y, s, table, rows, shared, tile_order, backward=False))
     return y, s
 
 
@@ -219,11 +221,13 @@ def _launch_base_product(
     table: torch.Tensor,
     rows: RowTables,
     shared: Mapping[str, Any],
+    tile_order: TileOrder | None,
     *,
     backward: bool,
 ) -> ProductLaunch:
     tiles, blocks = rows.tiles, rows.device_tables[1]
     width, num_blocks = out.shape[1], len(rows.all_blocks)
+    ordered = order_tiles(tile_order, num_blocks, (width, of.left.shape[1]), tiles, of.left)
     weight = out if of.weight is None else of.weight  # what is not there is not read
     addend = out if of.addend is None else of.addend
     constants = {
@@ -236,7 +240,8 @@ def _launch_base_product(
         "BLOCK_COLUMNS": tiles.base_columns,
         "BLOCK_INNER": tiles.base_inner,
         "BLOCK_RANK": tiles.base_rank,
-        "GROUP": _GROUP_BLOCKS,
+        "GROUP": ordered.group,
+        "HAS_TILE_TABLE": ordered.table is not None,
     }
     return ProductLaunch(
         kernel=_kernels.base_product,
@@ -245,6 +250,7 @@ def _launch_base_product(
             *(of.left, *of.left.stride(), weight, *of.strides),
             *(out if of.bias is None else of.bias, addend, *addend.stride()),
             *(out, _order(rows, out), blocks, num_blocks, table, s, of.left.shape[1], width),
+            blocks if ordered.table is None else ordered.table,
         ),
         constants={**shared, **constants},
         num_warps=tiles.base_warps,
@@ -262,6 +268,7 @@ def backward(
     needs_x: bool = True,
     needs_down: bool = True,
     needs_up: bool = True,
+    tile_order: TileOrder | None = None,
     run: Run = launch,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor], list[torch.Tensor]]:
     """Return the gradients of `forward`; the gradient of an addend is `dy` itself.
@@ -276,6 +283,7 @@ def backward(
         needs_x: Whether the gradient of x is asked for.
         needs_down: Whether those of the matrices A are.
         needs_up: Whether those of the matrices B are.
+        tile_order: As in `forward`.
         run: Takes the launches.
 
     Returns:
@@ -300,7 +308,7 @@ def backward(
     dx = x.new_empty(x.shape)
     strides = (0, 0) if weight is None else weight.stride()
     of_base = _BaseOperands(left=dy, weight=weight, strides=(strides[0], strides[1]))
-    run(_launch_base_product(of_base, dx, ds, table, rows, shared, backward=True))
+    run(_launch_base_product(of_base, dx, ds, table, rows, shared, tile_order, backward=True))
     return dx, ddowns, dups
 
 

@@ -62,7 +62,7 @@ def read_rows(
     """
     if (
         places is None
-        and 0 < _row_bytes(table) <= _SORT_ROW_BYTES
+        and 0 < row_bytes(table) <= _SORT_ROW_BYTES
         and index.numel() >= _SORT_INDICES
     ):
         index, places = torch.sort(index)
@@ -150,21 +150,15 @@ def copy_rows(
     """Copy rows: `target[target_index[i]] = source[source_index[i]]`; see `read_rows`."""
     index = source_index if source_index is not None else target_index
     num_places = len(index) if index is not None else min(len(source), len(target))
-    row_bytes = _row_bytes(source)
-    if not num_places or not row_bytes:
+    if not num_places or not row_bytes(source):
         return
-    host = source if host_is_source else target
-    tile = _make_tile(row_bytes, host.data_ptr(), source.data_ptr(), target.data_ptr())
-    # Words of four bytes can be read only where memory begins with one, as a table's does.
-    is_narrow = tile.word_bytes < 4 and host_is_source and source.data_ptr() % 4 == 0
-    if is_narrow:
-        tile = _make_narrow_tile(row_bytes, source.data_ptr(), tile.word_bytes)
+    tile = choose_tile(source, target, host_is_source=host_is_source)
     device = _device_of(source, target)
     grid = _choose_grid(device, -(-num_places // tile.rows), max_programs)
     kernel: Any = _kernels.copy_rows[grid]
     with _use_device(device):
         kernel(
-            _view_as_words(source, tl.int32 if is_narrow else _WORDS[tile.word_bytes]),
+            _view_as_words(source, tl.int32 if tile.is_narrow else _WORDS[tile.word_bytes]),
             source_index,
             _view_as_words(target, _WORDS[tile.word_bytes]),
             target_index,
@@ -176,7 +170,7 @@ def copy_rows(
             NEGATIVE=negative,
             CHECK=first_wrong is not None,
             HOST_IS_SOURCE=host_is_source,
-            UNIT=tile.word_bytes if is_narrow else 0,
+            UNIT=tile.word_bytes if tile.is_narrow else 0,
             **{name.upper(): getattr(tile, name) for name in _TILE_CONSTANTS},
             num_warps=_NUM_WARPS,
         )
@@ -227,17 +221,29 @@ class Tile:
     """Words that hold a row wherever it begins in a line."""
     rows: int
     columns: int
+    is_narrow: bool = False
+    """True if words of four bytes are read and smaller ones stored: lengths are bytes then."""
 
 
-_TILE_CONSTANTS = [field.name for field in dataclasses.fields(Tile) if field.name != "word_bytes"]
+_TILE_CONSTANTS = ("vector", "row", "line", "base", "span", "rows", "columns")
 
 
-def _make_tile(row_bytes: int, host_address: int, *addresses: int) -> Tile:
-    word_bytes = math.gcd(16, row_bytes, *addresses)
+def choose_tile(source: torch.Tensor, target: torch.Tensor, *, host_is_source: bool) -> Tile:
+    """Return the tile of a copy of rows; one of the tensors is the table in host memory."""
+    host, width = source if host_is_source else target, row_bytes(source)
+    tile = _make_tile(width, host.data_ptr(), source.data_ptr(), target.data_ptr())
+    # Words of four bytes can be read only where memory begins with one, as a table's does.
+    if tile.word_bytes < 4 and host_is_source and source.data_ptr() % 4 == 0:
+        return _make_narrow_tile(width, source.data_ptr(), tile.word_bytes)
+    return tile
+
+
+def _make_tile(num_bytes: int, host_address: int, *addresses: int) -> Tile:
+    word_bytes = math.gcd(16, num_bytes, *addresses)
     vector = 4 if word_bytes == 16 else 1
     unit = word_bytes // vector
-    line, base, row = _LINE_BYTES // unit, host_address % _LINE_BYTES // unit, row_bytes // unit
-    if row_bytes <= _LINE_BYTES or (row_bytes % _LINE_BYTES == 0 and base == 0):
+    line, base, row = _LINE_BYTES // unit, host_address % _LINE_BYTES // unit, num_bytes // unit
+    if num_bytes <= _LINE_BYTES or (num_bytes % _LINE_BYTES == 0 and base == 0):
         line, base = vector, 0  # a row lies in two lines at most, or begins one anyway
     span = row + line - math.gcd(row, line, base)
     return _shape_tile(
@@ -245,21 +251,23 @@ def _make_tile(row_bytes: int, host_address: int, *addresses: int) -> Tile:
     )
 
 
-def _make_narrow_tile(row_bytes: int, host_address: int, unit: int) -> Tile:
+def _make_narrow_tile(num_bytes: int, host_address: int, unit: int) -> Tile:
     """Return the tile of rows of no multiple of four bytes; lengths are bytes but for `span`."""
-    line = _LINE_BYTES if row_bytes > _LINE_BYTES else 4
+    line = _LINE_BYTES if num_bytes > _LINE_BYTES else 4
     base = host_address % line
-    span = -(-(row_bytes + line - 1) // 4)
-    return _shape_tile(word_bytes=unit, vector=1, row=row_bytes, line=line, base=base, span=span)
+    span = -(-(num_bytes + line - 1) // 4)
+    return _shape_tile(
+        word_bytes=unit, vector=1, row=num_bytes, line=line, base=base, span=span, is_narrow=True
+    )
 
 
-def _shape_tile(*, span: int, **lengths: int) -> Tile:
+def _shape_tile(*, span: int, is_narrow: bool = False, **lengths: int) -> Tile:
     """Return the tile whose columns waste few lanes on the last of them."""
     columns = _next_power_of_two(span)
     while columns > 1024 or (columns > 32 and -(-span // columns) * columns > 1.125 * span):
         columns //= 2
     rows = min(_MAX_ROWS, max(1, _TILE_WORDS // columns))
-    return Tile(span=span, rows=rows, columns=columns, **lengths)
+    return Tile(span=span, rows=rows, columns=columns, is_narrow=is_narrow, **lengths)
 
 
 def _next_power_of_two(number: int) -> int:
@@ -267,7 +275,8 @@ def _next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _row_bytes(table: torch.Tensor) -> int:
+def row_bytes(table: torch.Tensor) -> int:
+    """Return the bytes of a row; 0 where there is none."""
     return table.numel() // len(table) * table.element_size() if len(table) else 0
 
 

@@ -18,9 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.codegen import load_optional_library, struct_type
+from penstock.codegen import IO_RING, load_optional_library, struct_type
 from penstock.errors import CapacityError, StoreError, StoreReadError
-from penstock.memory import IO_RING
 from penstock.memory.pages import round_up
 from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified._table import Counters

@@ -1,0 +1,88 @@
+"""Pictures of rooflines: a roof for each level of memory, and a point of the function under each.
+
+Work is operations where the function has any, and else the bytes that it asks for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.iomodel._roofline import COMPUTE, Roofline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_DOTS_PER_INCH = 120
+
+
+def draw_roofline(function: Roofline, base: Roofline | None, machine: str, path: Path) -> None:
+    """Draw the roofs of a function's levels, and a point for each; the base has hollow ones.
+
+    Raises:
+        ImportError: matplotlib is missing; the extra `viz` brings it.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Drawing a roofline needs matplotlib. Install it with: pip install 'penstock[viz]'"
+        ) from error
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    _draw(figure.add_subplot(), function, base, machine)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
+
+
+def _draw(axes: Axes, function: Roofline, base: Roofline | None, machine: str) -> None:
+    both = [each for each in (function, base) if each is not None]
+    has_operations = all(each.operations for each in both)
+    unit = "operations" if has_operations else "bytes asked for"
+    points = [point for each in both for point in _find_points(each, has_operations)]
+    reach = [intensity for _, _, intensity, _, _ in points] or [1.0]
+    span = (min(reach) / 8, max(reach) * 8)
+    for number, name in enumerate(dict.fromkeys(name for _, name, *_ in points)):
+        colour = _COLOURS[number % len(_COLOURS)]
+        rate = next(rate for _, each, _, _, rate in points if each == name)
+        axes.plot(span, [rate * end for end in span], color=colour, label=f"roof of {name}")
+        for of, each, intensity, achieved, _ in points:
+            if each == name:  # nearer levels have larger points, as several may lie on one place
+                face = "none" if of is base else colour
+                size = max(5, 15 - 3 * number)
+                axes.plot(intensity, achieved, "o", color=colour, markerfacecolor=face, ms=size)
+    roof = _find_arithmetic(function) if has_operations else None
+    if roof is not None:
+        axes.axhline(roof, color="#555555", label=f"roof of {COMPUTE}")
+    axes.set(xscale="log", yscale="log", xlim=span)
+    axes.set_xlabel(f"{unit}, for each byte of the level")
+    axes.set_ylabel(f"{unit}, per second ({_describe_time(function)})")
+    hollow = "" if base is None else f", hollow: {base.name}"
+    axes.set_title(f"{function.name} on {machine}{hollow}", fontsize=10)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    axes.grid(visible=True, which="major", alpha=0.3)
+
+
+def _find_points(
+    of: Roofline, has_operations: bool
+) -> list[tuple[Roofline, str, float, float, float]]:
+    """Return of each level its name, work for each byte, work per second, and its rate."""
+    work = of.operations if has_operations else of.levels[0].moved_bytes
+    taken = of.measured_seconds or of.predicted_seconds
+    return [
+        (of, each.level, work / each.moved_bytes, work / taken,
+         each.moved_bytes / of.seconds[each.level])
+        for each in of.levels
+        if of.seconds.get(each.level)
+    ]  # fmt: skip
+
+
+def _find_arithmetic(of: Roofline) -> float | None:
+    taken = of.seconds.get(COMPUTE)
+    return of.operations / taken if taken else None
+
+
+def _describe_time(of: Roofline) -> str:
+    return "predicted" if of.measured_seconds is None else "measured"
