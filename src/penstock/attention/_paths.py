@@ -26,7 +26,7 @@ class Path(NamedTuple):
     reason: str
 
 
-# On the CPU, SDPA's causal path takes 0.55 to 0.85 of the time of ours in bfloat16, which processors
+# On the CPU, SDPA's causal path takes 0.55 to 0.85 of the time of ours in bfloat16, which CPUs
 # multiply themselves, and 0.8 in float64; in float32 and float16 it takes 1.2 to 1.6 times as long.
 _FASTER_BY_SDPA = (torch.bfloat16, torch.float64)
 
