@@ -88,13 +88,6 @@ STEPS = (
     ),
     Step(topic="kv", name="kernel", seconds=30, flags=("--quick", "--part", "kernel")),
     Step(
-        topic="kv",
-        name="caches",
-        seconds=80,
-        flags=("--quick", "--part", "decode"),
-        packages=("transformers",),
-    ),
-    Step(
         topic="offload",
         name="llama",
         seconds=160,

@@ -61,7 +61,7 @@ def test_rows_of_caches_name_bytes_read(monkeypatch, tmp_path):
         ("CHUNK", 512),
         ("STEPS", 2),
         ("LINK_BYTES", 1 << 20),
-        ("STAGING_BYTES", 0),
+        ("STAGING_BYTES", 1 << 20),
     ):
         monkeypatch.setattr(_kv_cache, name, number)
     case = _kv_cache.CacheCase(shape="tiny", context=16384, num_layers=1)
@@ -74,6 +74,6 @@ def test_rows_of_caches_name_bytes_read(monkeypatch, tmp_path):
     assert not decode["DynamicCache"].moved_bytes
     quarter = decode["penstock, all, 1/4 resident, host below"]
     selected = decode["penstock, nosa, 1/16 resident, host below"]
-    assert 0.5 * case.cache_bytes < quarter.moved_bytes["host->device"] < case.cache_bytes
+    assert 0.4 * case.cache_bytes < quarter.moved_bytes["host->device"] < case.cache_bytes
     assert selected.moved_bytes.get("host->device", 0) < quarter.moved_bytes["host->device"] / 4
     assert quarter.limit is not None and quarter.extra["speed_to_stock"] > 0

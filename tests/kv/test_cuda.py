@@ -40,7 +40,7 @@ def exact_products():
 
 @pytest.mark.parametrize("where", ["host", "file", "both"])
 def test_any_order_of_operations(where: str, store: Path):
-    for seed in range(8):
+    for seed in range(4):
         options = {"block_tokens": 1 + seed, "heads": 1 + seed % 3, "slots": seed, "batch": 2}
         run_any_order(CudaModel(store, where=where, num_pages=8, **options), seed, 60)
 
@@ -53,16 +53,17 @@ def make_cache(model: Any, budget: int | str, **options: Any) -> Any:
     return penstock.kv.cache(model, device_memory=budget, block_tokens=BLOCK, **options)
 
 
-@pytest.mark.parametrize("below", ["host", "file"])
-@pytest.mark.parametrize("part", [4, 16])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "part", "below"),
+    [*((kind, 16, "host") for kind in MODELS), ("llama", 4, "file"), ("gemma3", 16, "file")],
+)
 def test_tokens_are_those_of_dynamic_cache(kind: str, part: int, below: str, store: Path):
     model, prompt = make_model(kind).to(CUDA), on_device(make_prompt(500))
-    theirs = generate(model, prompt, 60)
-    budget = cache_bytes(model, 560) // part
+    theirs = generate(model, prompt, 40)
+    budget = cache_bytes(model, 540) // part
     options = {"store": store} if below == "file" else {}
     with make_cache(model, budget, **options) as cache:
-        assert_same(generate(model, prompt, 60, past_key_values=cache), theirs)
+        assert_same(generate(model, prompt, 40, past_key_values=cache), theirs)
         report = cache.report()
         assert report.peak_device_bytes - report.tail_bytes <= budget
         assert report.read_bytes == report.num_misses * record_bytes(cache)
