@@ -29,7 +29,8 @@ def blocksparse(
 
     Time follows the listed blocks and memory the tokens, forward and backward, by the tiles and the
     online softmax of FlashAttention (Dao et al., arXiv:2205.14135, sections 3.1 and 3.3). Bits do
-    not depend on the run or on the number of threads. `blocksparse_report` tells the path.
+    not depend on the run or on the number of threads, but for layouts that go to SDPA, whose bits
+    are its own; `blocksparse_report` tells the path.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 256, 64)
