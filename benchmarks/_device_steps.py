@@ -74,7 +74,17 @@ def _is_row(line: str) -> bool:
 
 
 _OFFLOAD_ARMS = ("keep", "checkpoint", "save_on_cpu", "bare auto", "run auto", "bare auto+file")
-_GPU_TESTS = ("activations", "executor", "rgnn", "batching", "memory", "integrations", "kv", "attention", "lora")
+_GPU_TESTS = (
+    "activations",
+    "executor",
+    "rgnn",
+    "batching",
+    "memory",
+    "integrations",
+    "kv",
+    "attention",
+    "lora",
+)
 
 STEPS = (
     Step(topic="smoke", name="all", seconds=90),
