@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING
 if (_num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _num_workers)))
 
+# Inductor's code for processors is scalar: to find their vector instructions it compiles a program
+# for each, and starts a process that imports torch.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 import numpy as np
 import pytest
 

@@ -206,7 +206,9 @@ def test_bytes_are_those_of_the_formula(dtype, has_bias, tile, monkeypatch):
         monkeypatch.setattr(_launch, "choose_tile", lambda *_: tile)
         monkeypatch.setattr("penstock.attention.triton._bytes.choose_tile", lambda *_: tile)
     for pattern in (documents([30, 11], 32, True, None), blocks(3, 4, 40, 70, 64, 0.7, False)):
-        given = operands(pattern, dim=24, value_dim=16, has_bias=has_bias, dtype=dtype)
+        heads = max(2, len(pattern.mask))
+        shape = {"heads": heads, "kv_heads": heads // 2, "dim": 24, "value_dim": 16}
+        given = operands(pattern, **shape, has_bias=has_bias, dtype=dtype)
         q, k, v, bias = (*(each.detach() for each in given), None)[:4]
         bias = None if bias is None else bias.float()
         model = BlockBytes(q=q, k=k, v=v, layout=pattern.layout, has_bias=has_bias)
