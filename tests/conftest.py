@@ -1,6 +1,7 @@
 """What every test shares: a store on a real disk, fixed seeds, a watch on what is left behind."""
 
 import gc
+import multiprocessing
 import os
 import random
 import shutil
@@ -306,6 +307,8 @@ def pytest_configure(config: pytest.Config) -> None:
         servers = fork_servers.ForkServers()
         os.environ[fork_servers.VARIABLE] = str(servers.directory)
         config.add_cleanup(servers.close)
+    if fork_servers.VARIABLE in os.environ:  # for processes that a test spawns
+        multiprocessing.set_executable(fork_servers.find_python("torch"))
     if metadata.version("torch").startswith("2.11."):
         config.addinivalue_line(
             "filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning"
