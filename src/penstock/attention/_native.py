@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention._layout import Layout
-from penstock.attention._torch import empty_gradient, sum_dtype
+from penstock.attention._torch import empty_gradient, empty_output, sum_dtype
 from penstock.codegen import THREADS, VECTORS, load_optional_library
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
@@ -36,7 +36,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the attention and the log-sum-exp of its scores, as `_torch.forward` does."""
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    out = empty_output(q, v)
     lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
     _call(q, k, v, layout, bias, scale, out=out, lse=lse)
     return out, lse

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.attention._csr import Ranges
 from penstock.attention._layout import Layout
-from penstock.attention._torch import empty_gradient
+from penstock.attention._torch import empty_gradient, empty_output
 from penstock.attention.triton import _kernels
 
 _LEAST_WIDTH = 16  # of a matrix that tensor cores multiply
@@ -171,7 +171,7 @@ def forward(
         scale: Factor of the products.
         run: Takes the launch.
     """
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    out = empty_output(q, v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     read = (*(_operand(each) for each in (q, k, v)), _bias_operand(bias, q))
     with _use_device(q.device):
