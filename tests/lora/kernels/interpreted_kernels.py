@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from lora_layers import Layer, assert_close, kept, make_layers
-from penstock.codegen import ByteCount, count_bytes
+from penstock.codegen import ByteCount, TritonLaunch, count_bytes
 from penstock.iomodel import TileOrder
 from penstock.lora import Adapter, AdapterRows, _dropout, _operator, _products, linear
 from penstock.lora import triton as triton_lora
 from penstock.lora._operator import uses_of
 from penstock.lora.triton import _tile_order, backward, choose_tiles, find_parts, forward
 from penstock.lora.triton._bytes import LayerBytes
-from penstock.lora.triton._launch import ProductLaunch, find_key
+from penstock.lora.triton._launch import find_key
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_kernels.py runs this"
 
@@ -167,7 +167,7 @@ def test_operands_of_any_strides():
 def test_gradients_that_are_not_asked_for_are_not_computed():
     layer, kernels = LAYERS["one adapter"], []
 
-    def run(launch: ProductLaunch) -> None:
+    def run(launch: TritonLaunch) -> None:
         kernels.append(launch.kernel.__name__)
         launch()
 
@@ -296,7 +296,7 @@ COUNTED = {
 def test_counted_bytes_of_every_kernel_are_those_of_the_formulas(name):
     layer, counts, kernels = COUNTED[name], [], set()
 
-    def run(launch: ProductLaunch) -> None:
+    def run(launch: TritonLaunch) -> None:
         kernels.add(launch.kernel.__name__)
         counts.append(count_bytes(launch))
 
@@ -318,7 +318,7 @@ def test_the_forward_pass_moves_little_beside_the_base_product(dropout):
     assert m <= tiles.base_rows and n <= tiles.base_columns
     layer.tiles = {"down_rows": 64}
     layer.rows = layer.cut(layer.parts)
-    launches: list[ProductLaunch] = []
+    launches: list[TritonLaunch] = []
     forward(layer.x, layer.weight, layer.bias, layer.adapters, layer.rows, run=launches.append)
     count = count_bytes(lambda: [launch() for launch in launches])
     forms = closed_forms(layer)
