@@ -1,0 +1,1 @@
+"""Partitions of training steps over several devices, under one budget each."""
