@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.graph.step_graph import Kind
 from penstock.partitioner._elimination import Choices
 from penstock.partitioner._mesh import PARTIAL, REPLICATED, Mesh, Placement, can_split, share
 from penstock.partitioner._split import Model, Split, StepSplit
 from penstock.partitioner.axes import is_heavy
+
 
 @dataclass(frozen=True)
 class Level:
@@ -103,9 +103,7 @@ def _storage_options(
         for axis in reversed(range(len(model.extents[storage])))
         if _fits(model.extents[storage][axis], (*prefix, axis), mesh)
     ]
-    kind = model.graph.storages[storage].kind
-    is_made_once = storage not in model.changed and model.graph.storages[storage].initial is None
-    if is_made_once and kind in (Kind.ACTIVATION, Kind.GRADIENT):
+    if model.may_be_partial(storage):
         options.append((*prefix, PARTIAL))
     return tuple(options)
 

@@ -80,7 +80,7 @@ def link_rate(machine: MachineProfile, *, is_within_node: bool) -> float:
 
 @functools.cache
 def joint_levels(extent: int, sizes: tuple[int, ...]) -> frozenset[int]:
-    """Return the levels that can split an axis together; each of the others can only alone."""
+    """Return the levels that each have a digit of an axis, the outermost first."""
     found, rest = set(), extent
     for level, size in enumerate(sizes):
         if rest % size == 0:
@@ -96,10 +96,7 @@ def can_split(extent: int, levels: tuple[int, ...], sizes: tuple[int, ...]) -> b
         >>> can_split(8, (0, 1), (4, 2)), can_split(4, (0, 1), (4, 2)), can_split(4, (1,), (4, 2))
         (True, False, True)
     """
-    joint = joint_levels(extent, sizes)
-    if len(levels) == 1:
-        return extent % sizes[levels[0]] == 0
-    return all(level in joint for level in levels)
+    return extent % prod(sizes[level] for level in levels) == 0
 
 
 def share(placement: Placement, sizes: tuple[int, ...]) -> float:
@@ -136,16 +133,19 @@ def find_moves(
         return None
     moves, held = _add_up(num_bytes, held, need, mesh, extents, blocked)
     sizes = mesh.sizes
-    changed = [level for level, axis in enumerate(held) if axis >= 0 and axis != need[level]]
+    mixed = {axis for axis in held if axis >= 0 and _is_mixed(axis, held, need, extents, sizes)}
+    mixed |= {axis for axis in held if axis in blocked}
+    changed = [i for i, axis in enumerate(held) if axis >= 0 and (axis != need[i] or axis in mixed)]
     needed = share(need, sizes)
 
     def kept(first_free: int) -> float:
         """Return the share that ranks hold of what they need, if the levels from one on did not
-        matter."""
+        matter.
+        """
         found = needed
         for level in changed:
             if level < first_free:
-                if _overlaps(held[level], level, need, extents, sizes, blocked):
+                if held[level] in mixed:
                     return 0.0
                 found /= sizes[level]
         return found
@@ -158,20 +158,19 @@ def find_moves(
     return tuple(moves)
 
 
-def _overlaps(
-    axis: int,
-    level: int,
-    need: Placement,
-    extents: tuple[int, ...],
-    sizes: tuple[int, ...],
-    blocked: frozenset[int],
+def _is_mixed(
+    axis: int, held: Placement, need: Placement, extents: tuple[int, ...], sizes: tuple[int, ...]
 ) -> bool:
-    """Return whether some rank holds nothing of its piece: two levels split an axis alike."""
-    if axis in blocked:
-        return True
-    others = [other for other, each in enumerate(need) if each == axis and other != level]
-    joint = joint_levels(extents[axis], sizes)
-    return any(level not in joint or other not in joint for other in others)
+    """Return whether an axis is split in two ways of which some rank's pieces do not overlap.
+
+    Levels that each have a digit keep it whatever others do; the pieces of other sets of levels lie
+    in order of these.
+    """
+    before = {level for level, each in enumerate(held) if each == axis}
+    after = {level for level, each in enumerate(need) if each == axis}
+    return (
+        bool(after) and before != after and not before | after <= joint_levels(extents[axis], sizes)
+    )
 
 
 def _add_up(

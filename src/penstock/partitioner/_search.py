@@ -1,8 +1,8 @@
 """The search: meshes, levels, and the price of a byte.
 
-For each way to write the number of ranks as levels, and each price of a byte, levels are solved from
-the outermost in; each sees the pieces that those above have left, so that splits by two levels are
-not chosen apart, which ends in data parallelism at each. At a price of nothing parameters are
+For each way to write the number of ranks as levels, and each price of a byte, levels are solved
+from the outermost in; each sees the pieces that those above have left, so that splits by two levels
+are not chosen apart, which ends in data parallelism at each. At a price of nothing parameters are
 replicated, at a high price everything is split; the price is bisected until the fullest rank fits.
 Points between two prices are then looked for among splits that cost little more (Handler, Zang, "A
 Dual Algorithm for the Constrained Shortest Path Problem", Networks 1980), or by single changes.
@@ -27,6 +27,7 @@ from penstock.partitioner._styles import STYLES, AxisClasses, price_style
 
 _PRICES = (0.0, *(2.0**power for power in range(-8, 11, 2)))
 _NUM_BISECTIONS = 8
+_NUM_BOUNDS = 16
 _MOST_SPLITS = 20_000  # looked at between two prices
 
 
@@ -119,15 +120,16 @@ class Search:
             else:
                 below = middle
         if self.budget is not None and len(mesh.sizes) == 1:
-            self._close_gap(mesh, (below, above), ends)
+            self._close_gap(mesh, above, ends)
         self._repair(mesh, ends)
 
     def _solver(
-        self, mesh: Mesh, above: StepSplit | None, place: int
+        self, mesh: Mesh, above: StepSplit | None, *places: int
     ) -> tuple[Level, Elimination]:
-        key = (mesh, above, place)
+        """Return the choices of a level, with bytes that are the mean of some operators'."""
+        key = (mesh, above, places)
         if key not in self._solvers:
-            level = make_level(self.model, mesh, above, {place: 1.0})
+            level = make_level(self.model, mesh, above, dict.fromkeys(places, 1 / len(places)))
             self._solvers[key] = level, Elimination(level.choices)
         return self._solvers[key]
 
@@ -170,23 +172,24 @@ class Search:
         self.candidates.append(candidate)
         return candidate
 
-    def _close_gap(self, mesh: Mesh, prices: Sequence[float], ends: float) -> None:
-        """Look at all splits that may cost less than the best, at the price of the best bound."""
+    def _close_gap(self, mesh: Mesh, price: float, ends: float) -> None:
+        """Look at all splits that may cost less than the best, at the price of the best bound.
+
+        A split that fits needs no more than the budget at any operator, so not in the mean of some.
+        """
         best = self.best()
         assert best is not None and self.budget is not None
-        level, elimination = self._solver(mesh, None, self._critical(None))
+        first, second = self._critical(None), self._critical(best.step)
+        places = dict.fromkeys([(first,), (second,), tuple(sorted({first, second}))])
+        found = [self._best_bound(mesh, each, price) for each in places]
+        bound, price, level, elimination = max(found, key=lambda each: each[0])
         if not elimination.is_exact:
             return
-        start = np.zeros(len(level.choices.num_options), dtype=int)
-        bounds = [
-            (elimination.solve(price, start)[0] - price * self.budget, price) for price in prices
-        ]
-        bound, price = max(bounds)
-        elimination.solve(price, start)
         self.lower_bound = max(self.lower_bound, bound)
-        cheapest = best.cost
+        start = np.zeros(len(level.choices.num_options), dtype=int)
+        elimination.solve(price, start)
+        cheapest, limit = best.cost, None
         splits = elimination.enumerate(cheapest * (1 - 1e-9) + price * self.budget)
-        limit = None
         for _ in range(_MOST_SPLITS):
             try:
                 _, options = splits.send(limit)
@@ -202,6 +205,31 @@ class Search:
                     self.candidates.pop()
             if time.monotonic() > ends:
                 return
+
+    def _best_bound(
+        self, mesh: Mesh, places: tuple[int, ...], price: float
+    ) -> tuple[float, float, Level, Elimination]:
+        """Return the largest bound of the cost near a price, with the price; it is concave in it.
+
+            bound(price) = min over x of (cost + price * bytes) - price * budget
+        """
+        level, elimination = self._solver(mesh, None, *places)
+        if not elimination.is_exact:
+            return -math.inf, price, level, elimination
+        start = np.zeros(len(level.choices.num_options), dtype=int)
+
+        def bound(price: float) -> float:
+            return elimination.solve(price, start)[0] - price * (self.budget or 0)
+
+        low, high = 0.0, max(4 * price, 1.0)
+        for _ in range(_NUM_BOUNDS):
+            a, b = low + (high - low) / 3, high - (high - low) / 3
+            if bound(a) < bound(b):
+                low = a
+            else:
+                high = b
+        best = max((0.0, low, high), key=bound)
+        return bound(best), best, level, elimination
 
     def _repair(self, mesh: Mesh, ends: float) -> None:
         """Change one group at a time while the step fits and gets cheaper."""

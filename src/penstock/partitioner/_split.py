@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.graph.step_graph import StepGraph
+from penstock.graph.step_graph import Kind, StepGraph
 from penstock.partitioner._fold import Groups
 from penstock.partitioner._mesh import (
     PARTIAL,
@@ -111,6 +111,19 @@ class Model:
         extents = self.extents[use.storage]
         return self._table(self._form(use), splits, placements, mesh, extents, is_output=is_output)
 
+    @functools.cached_property
+    def linearly_read(self) -> set[int]:
+        """Storages that an operator may read as partial sums."""
+        return {
+            use.storage for axes in self.axes.operators if axes.is_linear for use in axes.inputs
+        }
+
+    def may_be_partial(self, storage: int) -> bool:
+        """Return whether a storage may rest as partial sums."""
+        each = self.graph.storages[storage]
+        is_made_once = storage not in self.changed and each.initial is None and each.final is None
+        return is_made_once and each.kind in (Kind.ACTIVATION, Kind.GRADIENT)
+
     def live_bytes(self, local_bytes: np.ndarray) -> np.ndarray:
         """Return the bytes of storages that are live at each operator."""
         total = np.zeros(len(self.graph.operators) + 1, dtype=np.int64)
@@ -133,10 +146,12 @@ class Model:
     def _extra_bytes(self, step: StepSplit, operator: int) -> int:
         workspace = self.graph.operators[operator].workspace_bytes
         found = math.ceil(workspace * share(step.splits[operator], step.mesh.sizes))
-        return found + sum(traffic.extra_bytes for _, traffic in self.exchanges(step, operator))
+        return found + sum(traffic.extra_bytes for _, traffic, _ in self.exchanges(step, operator))
 
-    def exchanges(self, step: StepSplit, operator: int) -> Iterator[tuple[Use, Traffic]]:
-        """Yield the operands and results of an operator, each with its exchange."""
+    def exchanges(self, step: StepSplit, operator: int) -> Iterator[tuple[Use, Traffic, bool]]:
+        """Yield the operands and results of an operator with their exchange, and if they are
+        results.
+        """
         axes, split = self.axes.operators[operator], step.splits[operator]
         seen = set()
         for is_output, uses in ((False, axes.inputs), (True, axes.outputs)):
@@ -148,14 +163,14 @@ class Model:
                 placement = step.placements[use.storage]
                 found = self.traffic(use, split, placement, step.mesh, is_output=is_output)
                 assert found is not None, "the search allows only placements that can be reached"
-                yield use, found
+                yield use, found, is_output
 
     def exchanged_bytes(self, step: StepSplit) -> tuple[float, float]:
         """Return the bytes that a rank receives; and weighted by links, with repeated work."""
         total, weighted = 0.0, 0.0
         for members in self.groups.operators:
             weighted += self.repeated_work(members, step.splits[members[0]], step.mesh)
-            for _, traffic in self.exchanges(step, members[0]):
+            for _, traffic, _ in self.exchanges(step, members[0]):
                 for move in traffic.moves:
                     total += len(members) * move.num_bytes
                     weighted += len(members) * move.num_bytes * step.mesh.weights[move.level]
@@ -223,9 +238,7 @@ def _find_traffic(
     own = made_placement(use, split) if is_output else needed_placement(use, split)
     held, need = (own, placement) if is_output else (placement, own)
     blocked = frozenset(range(len(extents))) & use.blocked
-    moves = find_moves(
-        use.num_bytes, held, need, mesh=mesh, extents=extents, blocked=blocked
-    )
+    moves = find_moves(use.num_bytes, held, need, mesh=mesh, extents=extents, blocked=blocked)
     if moves is None:
         return None
     extra = math.ceil(use.num_bytes * share(own, mesh.sizes)) if moves else 0
@@ -239,9 +252,7 @@ def _halo(use: Use, split: Split, own: Placement, mesh: Mesh) -> tuple[Move, ...
         if axis >= 0 and use.halo and use.halo[axis]:
             others = tuple(each for index, each in enumerate(own) if index != level)
             sizes = tuple(each for index, each in enumerate(mesh.sizes) if index != level)
-            moves.append(
-                Move(level, "halo", use.num_bytes * use.halo[axis] * share(others, sizes))
-            )
+            moves.append(Move(level, "halo", use.num_bytes * use.halo[axis] * share(others, sizes)))
     return tuple(moves)
 
 

@@ -70,10 +70,7 @@ def price_style(level: Level, classes: AxisClasses, style: str) -> list[np.ndarr
         wants_split = is_state and style != "batch" and has_split
         added.append(
             np.array(
-                [
-                    _UNWANTED * (is_state and (option[-1] >= 0) != wants_split)
-                    for option in options
-                ]
+                [_UNWANTED * (is_state and (option[-1] >= 0) != wants_split) for option in options]
             )
         )
     for members, options in zip(model.groups.operators, level.operators, strict=True):
