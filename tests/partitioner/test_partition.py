@@ -134,8 +134,8 @@ def letters(found: Partition, graph: StepGraph, target: str = "aten.mm.default")
 def test_memory_in_plenty_gives_data_parallelism_and_little_of_it_split_parameters():
     graph = make_network(2**18, [64, 256, 64])
     loose = plan(graph, 256)
-    # The first layer has no gradient of its input: its weight is read once, and gathering that costs
-    # what all-reducing its gradient does.
+    # The first layer has no gradient of its input: its weight is read once, and gathering that
+    # costs what all-reducing its gradient does.
     assert not is_split(loose, graph, "weight1")
     assert letters(loose, graph) == {"m", "k"}  # rows of the batch, and sums over them
     assert loose.count_collectives().keys() <= {"all_reduce", "reduce_scatter", "all_gather"}

@@ -17,6 +17,7 @@ from penstock.partitioner._mesh import PARTIAL, link_rate, share
 from penstock.partitioner._partition import Collective, FrontierPoint, Partition
 from penstock.partitioner._search import Candidate, Search
 from penstock.partitioner._split import Model, StepSplit
+from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
 from penstock.units import format_bytes, parse_bytes
 
@@ -31,6 +32,7 @@ def partition(
     machine: MachineProfile | None = None,
     time_limit: float = 60,
     seed: int = 0,
+    method: str = "auto",
 ) -> Partition:
     """Split a training step over devices so that each fits its memory and few bytes are exchanged.
 
@@ -49,13 +51,17 @@ def partition(
         machine: A device and its links; None: this machine, measured.
         time_limit: Seconds of the search.
         seed: Of random choices.
+        method: `"auto"`, or to compare with: `"batch"` (data parallelism), `"fsdp"` (with
+            parameters, gradients and optimizer state split at rest), `"tensor"` (products split
+            along axes of parameters, between nodes by batch), `"greedy"` (one operator after the
+            other).
 
     Returns:
         The best partition that was found.
 
     Raises:
         InfeasibleError: None was found that fits; it names the largest tensors that do not split.
-        ValueError: `devices` is no number of ranks, or `time_limit` not above 0.
+        ValueError: `devices` is no number of ranks, `time_limit` not above 0, or `method` none.
 
     The search follows Wang, Huang and Li, EuroSys 2019, sections 4 and 5, with replication at a
     price in the place of none.
@@ -64,13 +70,18 @@ def partition(
         raise ValueError(f"devices is {devices!r}; accepted is a whole number of at least 2")
     if not time_limit > 0:
         raise ValueError(f"time_limit is {time_limit!r}; accepted are seconds above 0")
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; accepted are {', '.join(map(repr, METHODS))}")
     budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")
     profile = probe() if machine is None else machine
     start = time.monotonic()
     axes = find_axes(graph)
     model = Model(graph, axes, find_groups(graph, axes))
     search = Search(model, profile, budget, start + time_limit)
-    search.run(devices)
+    if method == "auto":
+        search.run(devices)
+    else:
+        search.run_style(devices, method)
     best = search.best()
     if best is None:
         raise _infeasible(search, devices)

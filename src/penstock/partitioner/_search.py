@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,7 +23,13 @@ from penstock.partitioner._elimination import Elimination
 from penstock.partitioner._level import Level, make_level
 from penstock.partitioner._mesh import Mesh, make_mesh
 from penstock.partitioner._split import Model, StepSplit
-from penstock.partitioner._styles import STYLES, AxisClasses, price_style
+from penstock.partitioner._styles import (
+    GREEDY,
+    STYLES,
+    AxisClasses,
+    choose_greedily,
+    price_style,
+)
 
 _PRICES = (0.0, *(2.0**power for power in range(-8, 11, 2)))
 _NUM_BISECTIONS = 8
@@ -87,6 +93,16 @@ class Search:
             if self.is_late:
                 return
 
+    def run_style(self, devices: int, style: str) -> None:
+        """Split as a person would: by one style, and by batch between nodes of tensor splits."""
+        node = self.machine.devices_per_node
+        if style == "tensor" and devices > node and devices % node == 0:
+            mesh = make_mesh((devices // node, node), self.machine)
+            self._solve(mesh, 1.0, "batch", "tensor")
+        else:
+            mesh = make_mesh((devices,), self.machine)
+            self._solve(mesh, 0.0 if style == "batch" else 1.0, style)
+
     def best(self) -> Candidate | None:
         """Return the cheapest candidate that fits the budget."""
         fitting = [each for each in self.candidates if self.fits(each)]
@@ -133,15 +149,16 @@ class Search:
             self._solvers[key] = level, Elimination(level.choices)
         return self._solvers[key]
 
-    def _solve(self, mesh: Mesh, price: float, style: str | None = None) -> Candidate:
-        """Solve level by level at a price."""
+    def _solve(self, mesh: Mesh, price: float, *styles: str) -> Candidate:
+        """Solve level by level at a price; styles are those of the levels, or one of all."""
         above: StepSplit | None = None
         for num_levels in range(1, len(mesh.sizes) + 1):
             partial = Mesh(mesh.sizes[:num_levels], mesh.weights[:num_levels])
             level, elimination = self._solver(partial, above, self._critical(above))
+            style = styles[min(num_levels, len(styles)) - 1] if styles else None
             above = level.step_split(self._solve_level(level, elimination, price, style))
         assert above is not None
-        return self._add(above, style or "search")
+        return self._add(above, "+".join(styles) or "search")
 
     def _critical(self, step: StepSplit | None) -> int:
         """Return the operator at which a rank needs the most bytes."""
@@ -153,6 +170,8 @@ class Search:
         self, level: Level, elimination: Elimination, price: float, style: str | None
     ) -> np.ndarray:
         start = np.zeros(len(level.choices.num_options), dtype=int)
+        if style == GREEDY:
+            return choose_greedily(level)
         if self._classes is None:
             self._classes = AxisClasses(self.model)
         if style is not None:
@@ -211,7 +230,7 @@ class Search:
     ) -> tuple[float, float, Level, Elimination]:
         """Return the largest bound of the cost near a price, with the price; it is concave in it.
 
-            bound(price) = min over x of (cost + price * bytes) - price * budget
+        bound(price) = min over x of (cost + price * bytes) - price * budget
         """
         level, elimination = self._solver(mesh, None, *places)
         if not elimination.is_exact:

@@ -8,6 +8,8 @@ which options operators and storages may take; a search over the others finds th
 - `"fsdp"`: as `"batch"`, with parameters, gradients and optimizer state split at rest.
 - `"tensor"`: products are split along axes of parameters, by columns or rows (Shoeybi et al.,
   "Megatron-LM", 2019); parameters are split at rest.
+- `"greedy"` is no style: operators and storages take, one after the other, what is cheapest beside
+  those before them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from penstock.partitioner._split import Model
 from penstock.partitioner.axes import is_heavy
 
 STYLES = ("batch", "fsdp", "tensor")
+GREEDY = "greedy"
+METHODS = ("auto", *STYLES, GREEDY)
 _UNWANTED = 1e24
 
 
@@ -81,3 +85,28 @@ def price_style(level: Level, classes: AxisClasses, style: str) -> list[np.ndarr
         free = not heavy or (style != "tensor" and not any(batch))
         added.append(np.array([0.0 if free or each else _UNWANTED for each in wanted]))
     return added
+
+
+def choose_greedily(level: Level) -> np.ndarray:
+    """Return the options of variables that are chosen one after the other, as the program runs."""
+    choices, groups = level.choices, level.model.groups
+    num = len(level.storages)
+    order: list[int] = []
+    for group, members in enumerate(groups.operators):
+        axes = level.model.axes.operators[members[0]]
+        order += [groups.of_storage[use.storage] for use in axes.inputs]
+        order.append(num + group)
+        order += [groups.of_storage[use.storage] for use in axes.outputs]
+    near: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for (a, b), table in choices.pair_costs.items():
+        near.setdefault(a, []).append((b, table))
+        near.setdefault(b, []).append((a, table.T))
+    options = np.zeros(len(choices.num_options), dtype=int)
+    chosen: set[int] = set()
+    for v in dict.fromkeys(order):
+        costs = choices.costs[v].copy()
+        for other, table in near.get(v, ()):
+            costs += table[:, options[other]] if other in chosen else table.min(axis=1)
+        options[v] = int((costs + 1e-6 * choices.bytes[v]).argmin())
+        chosen.add(v)
+    return options
