@@ -2,7 +2,7 @@
 
 compat, solvers, units, errors, tables <- memory, codegen <- iomodel
   <- activations, unified, attention, ops, graph, rgnn, batching <- traversal, lora, kv <- planner
-  <- executor <- report <- integrations <- cli, env
+  <- partitioner <- executor <- report <- integrations <- cli, env
 
 No modules import each other in a circle, and none imports a private module of another package.
 Imports inside functions and under TYPE_CHECKING count as well: they are dependencies all the same.
@@ -24,6 +24,7 @@ LAYERS = [
     {"activations", "unified", "attention", "ops", "graph", "rgnn", "batching"},
     {"traversal", "lora", "kv"},
     {"planner"},
+    {"partitioner"},
     {"executor"},
     {"report"},
     {"integrations"},
@@ -39,6 +40,7 @@ ONLY = {
     "lora": {"batching", "codegen", "iomodel"},
     "kv": {"memory", "codegen", "iomodel"},
     "planner": {"graph", "memory", "codegen"},
+    "partitioner": {"planner", "graph", "memory"},
     "executor": {"planner", "memory", "graph", "codegen"},
 }
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         kv,
         lora,
         ops,
+        partitioner,
         planner,
         report,
         rgnn,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.executor import ExecutionReport, PlannedStep, bind, fit
     from penstock.graph import StepGraph, capture
     from penstock.memory import FileStore, MachineProfile, probe
+    from penstock.partitioner import Partition, partition
     from penstock.planner import Plan, plan
     from penstock.unified import UnifiedReport, UnifiedTensor, unify
 
@@ -52,6 +54,7 @@ __all__ = [
     "MachineProfile",
     "Offload",
     "OffloadReport",
+    "Partition",
     "PenstockError",
     "Plan",
     "PlanError",
@@ -75,6 +78,8 @@ __all__ = [
     "lora",
     "offload",
     "ops",
+    "partition",
+    "partitioner",
     "plan",
     "planner",
     "probe",
