@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.attention._layout import Layout
 from penstock.attention._torch import empty_gradient, empty_output, sum_dtype
-from penstock.codegen import THREADS, VECTORS, load_optional_library
+from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 _FILES = ("tiles.cpp", "blocks.cpp", "query_pass.cpp", "key_pass.cpp")
@@ -132,7 +132,7 @@ def _strides(tensor: Tensor | None) -> tuple[int, int, int]:
 def _library() -> ctypes.CDLL | None:
     return load_optional_library(
         "attention",
-        [THREADS, VECTORS, *(Path(__file__).with_name(name) for name in _FILES)],
+        [THREADS, VECTORS, REALS, *(Path(__file__).with_name(name) for name in _FILES)],
         flags=("-O3", "-march=native"),
         functions={"penstock_blocksparse": (ctypes.c_int, [ctypes.c_char_p])},
         work="block-sparse attention is computed",
