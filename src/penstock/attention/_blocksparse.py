@@ -69,17 +69,17 @@ def _attend(
             f"scale is a tensor, {scale!r}, which would get no gradient: pass a number, and "
             "multiply q by a factor that is learned"
         )
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     if choose_path(q, layout, bias).name != "SDPA":
         if not torch.compiler.is_compiling() and is_transformed():
-            return attend(q, k, v, layout, bias, scale)
-        return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, scale)[0]
+            return attend(q, k, v, layout, bias, factor)
+        return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, factor)[0]
     return scaled_dot_product_attention(
         q,
         k,
         v,
         is_causal=layout.pattern == "causal",
-        scale=scale,
+        scale=factor,
         enable_gqa=q.shape[1] != k.shape[1],
     )
 
