@@ -76,19 +76,22 @@ def test_second_derivatives_are_refused():
         dq.sum().backward()
 
 
-def test_derivatives_of_forward_mode_are_refused():
+def test_transformations_of_functions_are_those_of_torch():
     pattern = documents([20, 9], 16, True, None)
-    q, k, v = operands(pattern, dim=8)
-    with pytest.raises(RuntimeError, match="no derivative of forward mode"):
-        torch.func.jvp(lambda q: blocksparse(q, k, v, pattern.layout), (q,), (q,))
+    q, k, v = (each.detach() for each in operands(pattern, dim=8))
 
+    def call(q: Tensor) -> Tensor:
+        return blocksparse(q, k, v, pattern.layout)
 
-def test_the_output_may_be_changed_in_place(path: str):
-    pattern = documents([20, 9], 16, True, None)
-    given = operands(pattern, dim=8)
-    expected = gradients(blocksparse(*given, pattern.layout) * 2, given)
-    found = gradients(blocksparse(*given, pattern.layout).mul_(2), given)
-    assert all(map(torch.equal, found, expected))
+    expected = call(q)
+    step = 1e-6 * torch.randn_like(q)
+    found, change = torch.func.jvp(call, (q,), (step,))
+    torch.testing.assert_close((found, expected + change), (expected, call(q + step)))
+    each = torch.func.vmap(call)(torch.stack([q, q + step]))
+    torch.testing.assert_close(each, torch.stack([expected, call(q + step)]))
+    q.requires_grad_()
+    (theirs,) = torch.autograd.grad(call(q).sum(), q)
+    torch.testing.assert_close(torch.func.grad(lambda q: call(q).sum())(q), theirs)
 
 
 def test_a_shape_is_computed_without_memory():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.attention._layout import Layout
 from penstock.attention._operator import blocksparse_forward
 from penstock.attention._paths import choose_path
-from penstock.attention._torch import sum_dtype
+from penstock.attention._torch import attend, sum_dtype
+from penstock.compat.autograd import is_transformed
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -48,11 +48,11 @@ def blocksparse(
 
     Returns:
         `(B, Hq, N, dv)` of the dtype of q, or of autocast. A query that sees nothing has the output
-        0 and gradients of 0. There is no second derivative.
+        0 and gradients of 0. There is no second derivative. Transformations of `torch.func` and
+        derivatives of forward mode go through torch, with the weights of all listed blocks.
 
     Raises:
         TypeError: Dtypes differ or are not supported, or the scale is a tensor.
-        RuntimeError: Derivatives of forward mode are wanted, which there are none of.
         ValueError: A shape or a device does not fit.
     """
     q, k, v = _cast([q, k, v])
@@ -63,36 +63,25 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, scale: float | None
 ) -> Tensor:
     check_operands(q, k, v, layout)
-    _refuse_tangents(q, k, v, bias)
     bias = expand_bias(bias, q, k)
     if isinstance(scale, Tensor):
         raise TypeError(
             f"scale is a tensor, {scale!r}, which would get no gradient: pass a number, and "
             "multiply q by a factor that is learned"
         )
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     if choose_path(q, layout, bias).name != "SDPA":
-        return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, scale)[0]
+        if not torch.compiler.is_compiling() and is_transformed():
+            return attend(q, k, v, layout, bias, factor)
+        return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, factor)[0]
     return scaled_dot_product_attention(
         q,
         k,
         v,
         is_causal=layout.pattern == "causal",
-        scale=scale,
+        scale=factor,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-
-
-def _refuse_tangents(*operands: Tensor | None) -> None:
-    if torch.compiler.is_compiling():  # forward mode is not compiled
-        return
-    for each in operands:
-        if each is not None and forward_ad.unpack_dual(each).tangent is not None:
-            raise RuntimeError(
-                "penstock.attention.blocksparse has no derivative of forward mode, as "
-                "torch.func.jvp takes it: use backward(), or torch.nn.functional."
-                "scaled_dot_product_attention with attn_mask=layout.token_mask()"
-            )
 
 
 def _cast(operands: list[Tensor]) -> list[Tensor]:

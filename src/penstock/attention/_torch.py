@@ -108,10 +108,7 @@ def attend(
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
-    """Return memory for the output, in which the heads of a token lie together.
-
-    It is no view, so that callers may change it in place.
-    """
+    """Return memory for the output, in which the heads of a token lie together."""
     (batch, heads, tokens, _), dim = q.shape, v.shape[3]
     strides = (tokens * heads * dim, dim, heads * dim, 1)
     return q.new_empty_strided((batch, heads, tokens, dim), strides)
