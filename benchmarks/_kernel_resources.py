@@ -52,6 +52,7 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
         target: A key of `TARGETS`.
     """
     import triton
+    from triton import knobs
     from triton._utils import find_paths_if, get_iterable_path
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -72,8 +73,8 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
     attributes = {path: backend.parse_attr(get_iterable_path(hints, path)) for path in attributes}
     source = ASTSource(kernel, signature, constants, attributes)
     said, start = io.StringIO(), time.perf_counter()
-    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
-        triton.knobs.nvidia.dump_ptxas_log = True
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=gpu, options=options)
     seconds = time.perf_counter() - start
     if gpu.backend == "cuda":
