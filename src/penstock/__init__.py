@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         iomodel,
         kv,
         lora,
+        ops,
+        partitioner,
         planner,
         report,
         rgnn,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.executor import ExecutionReport, PlannedStep, bind, fit
     from penstock.graph import StepGraph, capture
     from penstock.memory import FileStore, MachineProfile, probe
+    from penstock.partitioner import Partition, partition
     from penstock.planner import Plan, plan
     from penstock.unified import UnifiedReport, UnifiedTensor, unify
 
@@ -51,6 +54,7 @@ __all__ = [
     "MachineProfile",
     "Offload",
     "OffloadReport",
+    "Partition",
     "PenstockError",
     "Plan",
     "PlanError",
@@ -73,6 +77,9 @@ __all__ = [
     "kv",
     "lora",
     "offload",
+    "ops",
+    "partition",
+    "partitioner",
     "plan",
     "planner",
     "probe",

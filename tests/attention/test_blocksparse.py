@@ -76,6 +76,27 @@ def test_second_derivatives_are_refused():
         dq.sum().backward()
 
 
+def test_derivatives_of_forward_mode_are_refused():
+    pattern = documents([20, 9], 16, True, None)
+    q, k, v = operands(pattern, dim=8)
+    with pytest.raises(RuntimeError, match="no derivative of forward mode"):
+        torch.func.jvp(lambda q: blocksparse(q, k, v, pattern.layout), (q,), (q,))
+
+
+def test_the_output_may_be_changed_in_place(path: str):
+    pattern = documents([20, 9], 16, True, None)
+    given = operands(pattern, dim=8)
+    expected = gradients(blocksparse(*given, pattern.layout) * 2, given)
+    found = gradients(blocksparse(*given, pattern.layout).mul_(2), given)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_shape_is_computed_without_memory():
+    layout = Layout.window(40, 9, 16).to("meta")
+    q, k, v = (torch.empty(2, 4, 40, dim, device="meta") for dim in (8, 8, 5))
+    assert blocksparse(q, k, v, layout).shape == (2, 4, 40, 5)
+
+
 def test_dense_layouts_are_sent_to_sdpa():
     layout = Layout.from_blocks(torch.ones(2, 2).bool(), 16)
     q, k, v = operands(Pattern(layout, layout.token_mask()))
@@ -108,8 +129,15 @@ def test_operands_that_do_not_fit_are_refused(change, error: type[Exception], me
 def test_a_bias_of_another_shape_is_refused(shape: tuple[int, ...]):
     layout = Layout.window(40, 9, 16)
     q, k, v = operands(Pattern(layout, layout.token_mask()))
-    with pytest.raises(ValueError, match="bias has the shape"):
-        blocksparse(q, k, v, layout, bias=torch.zeros(shape))
+    for call in (blocksparse, blocksparse_report):
+        with pytest.raises(ValueError, match="bias has the shape"):
+            call(q, k, v, layout, bias=torch.zeros(shape))
+
+
+def test_a_scale_that_would_get_no_gradient_is_refused():
+    q = torch.zeros(1, 4, 40, 16)
+    with pytest.raises(TypeError, match="scale is a tensor"):
+        blocksparse(q, q, q, Layout.window(40, 9, 16), scale=torch.tensor(1.0))  # pyright: ignore
 
 
 def test_layouts_of_other_lengths_and_heads_are_refused():

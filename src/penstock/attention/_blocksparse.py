@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.attention._layout import Layout
@@ -50,7 +51,8 @@ def blocksparse(
         0 and gradients of 0. There is no second derivative.
 
     Raises:
-        TypeError: Dtypes differ or are not supported.
+        TypeError: Dtypes differ or are not supported, or the scale is a tensor.
+        RuntimeError: Derivatives of forward mode are wanted, which there are none of.
         ValueError: A shape or a device does not fit.
     """
     q, k, v = _cast([q, k, v])
@@ -61,7 +63,13 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, scale: float | None
 ) -> Tensor:
     check_operands(q, k, v, layout)
-    bias = _expand_bias(bias, q, k)
+    _refuse_tangents(q, k, v, bias)
+    bias = expand_bias(bias, q, k)
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            f"scale is a tensor, {scale!r}, which would get no gradient: pass a number, and "
+            "multiply q by a factor that is learned"
+        )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if choose_path(q, layout, bias).name != "SDPA":
         return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, scale)[0]
@@ -75,10 +83,22 @@ def _attend(
     )
 
 
+def _refuse_tangents(*operands: Tensor | None) -> None:
+    if torch.compiler.is_compiling():  # forward mode is not compiled
+        return
+    for each in operands:
+        if each is not None and forward_ad.unpack_dual(each).tangent is not None:
+            raise RuntimeError(
+                "penstock.attention.blocksparse has no derivative of forward mode, as "
+                "torch.func.jvp takes it: use backward(), or torch.nn.functional."
+                "scaled_dot_product_attention with attn_mask=layout.token_mask()"
+            )
+
+
 def _cast(operands: list[Tensor]) -> list[Tensor]:
     """Return operands in the dtype of autocast, where it is on; never of float64, as torch does."""
     device = operands[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return operands
     dtype = torch.get_autocast_dtype(device)
     return [each if each.dtype == torch.float64 else each.to(dtype) for each in operands]
@@ -126,7 +146,7 @@ def _check_tokens(
         )
 
 
-def _expand_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def expand_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the bias as `(B, Hq, M)` of the dtype of sums."""
     if bias is None:
         return None

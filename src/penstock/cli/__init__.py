@@ -1,4 +1,4 @@
-"""The command line: `penstock run | plan | explain | probe | env | demo`.
+"""The command line: `penstock run | plan | partition | explain | probe | env | demo`.
 
 Nothing here imports torch before a command needs it, so that `--help` answers at once and `env`
 works when torch does not.
@@ -17,6 +17,7 @@ import typer
 import penstock
 from penstock.cli._explain import ExplainOptions, explain
 from penstock.cli._options import add_command
+from penstock.cli._partition import PartitionOptions, partition
 from penstock.cli._plan import PlanOptions, plan
 from penstock.cli._run import STORE_OPTION, STORE_VARIABLE, RunCommand, RunOptions, run
 from penstock.cli.demo import DemoOptions, run_demo
@@ -122,6 +123,7 @@ add_command(
     context_settings={"allow_interspersed_args": False},
 )
 add_command(app, "plan", PlanOptions, plan)
+add_command(app, "partition", PartitionOptions, partition)
 add_command(app, "explain", ExplainOptions, explain)
 add_command(app, "probe", ProbeOptions, probe)
 add_command(app, "env", EnvOptions, env)

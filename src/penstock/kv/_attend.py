@@ -7,6 +7,7 @@ partial results in the order of the tokens, so that memory is the budget and not
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -94,12 +95,15 @@ def _attend_few(
     c, b, h = np.nonzero(is_read.transpose(2, 0, 1))  # block after block
     pages = state.table[b, c + step.first_block]
     is_repeated = selector is None and first_token == 0
-    groups = pool.stream(layer, pages, h, is_repeated=is_repeated)
     is_shared = state.batch_size > 1 and pool.is_shared(pages)
-    if is_shared or step.num_rows > pool.platform.most_rows(state.layout):
-        groups = pool.platform.localize(groups, state.layout.record_bytes)
-    for items, addresses in groups:
-        step.attend(b[items], h[items], c[items], addresses)
+    stream = pool.stream(layer, pages, h, is_repeated=is_repeated)
+    # It holds slots and buffers, and a traceback of an error here may live on.
+    with contextlib.closing(stream):
+        groups = stream
+        if is_shared or step.num_rows > pool.platform.most_rows(state.layout):
+            groups = pool.platform.localize(stream, state.layout.record_bytes)
+        for items, addresses in groups:
+            step.attend(b[items], h[items], c[items], addresses)
     if not step.has_tail and state.num_tail:
         none = np.zeros(0, dtype=np.int64)
         step.attend(none, none, none, none)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -353,7 +353,7 @@ class BlockPool(Owner):
 
     def stream(
         self, layer: int, pages: np.ndarray, heads: np.ndarray, *, is_repeated: bool = False
-    ) -> Groups:
+    ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
         """Yield records of a layer in groups, as `BlockReads.stream` does.
 
         `is_repeated` says that the next step is expected to read the same records of the layer.

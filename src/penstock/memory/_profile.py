@@ -141,6 +141,9 @@ class MachineProfile:
         caches: Caches of the device, the nearest to the processor first; empty where unknown.
         memory_rates: How fast the memory behind the caches is read: by one core, and by all of them
             together; empty on a GPU, and where it was not measured.
+        peer: How fast a device receives from others of its node; None where that is unknown.
+        network: How fast it receives from devices of other nodes; None where that is unknown.
+        devices_per_node: Devices that `peer` joins.
     """
 
     name: str
@@ -158,6 +161,9 @@ class MachineProfile:
     measured_at: float = 0.0
     caches: tuple[CacheProfile, ...] = ()
     memory_rates: tuple[LinkProfile, ...] = ()
+    peer: LinkProfile | None = None
+    network: LinkProfile | None = None
+    devices_per_node: int = 8
 
     @property
     def spread(self) -> float:
@@ -279,6 +285,17 @@ _MACHINES = {
 }
 
 
+# Bytes per second that a device receives from its node and from others: NVLink of the SXM modules
+# (PCIe on the V100) and one share of eight of the node's InfiniBand (100 Gbit/s in all with V100s,
+# 200 and 400 Gbit/s for each device of a DGX A100 and H100).
+_PEERS = {
+    "v100-16gb-pcie3": (12.5e9, 1.5e9),
+    "a100-80gb": (240e9, 20e9),
+    "h100-80gb": (360e9, 40e9),
+    "h200": (360e9, 40e9),
+}
+
+
 def machine(name: str) -> MachineProfile:
     """Return the profile of a GPU with its host memory, without a file tier, that need not be here.
 
@@ -318,6 +335,8 @@ def machine(name: str) -> MachineProfile:
             CacheProfile(name="shared", capacity_bytes=shared * 2**10, line_bytes=128),
             CacheProfile(name="L2", capacity_bytes=last * 2**20, line_bytes=128),
         ),
+        peer=_rate(_PEERS[name][0]),
+        network=_rate(_PEERS[name][1]),
     )
 
 

@@ -14,6 +14,12 @@ from penstock.report._picture import draw_timeline
 from penstock.report._trace import chrome_trace, write_chrome_trace
 
 if TYPE_CHECKING:
+    from penstock.report._partition import (
+        describe_placement,
+        draw_frontier,
+        frontier_table,
+        partition_map,
+    )
     from penstock.report._plan import (
         draw_plan,
         plan_blocks,
@@ -28,10 +34,14 @@ __all__ = [
     "Sweep",
     "SweepPoint",
     "chrome_trace",
+    "describe_placement",
     "draw_comparison",
+    "draw_frontier",
     "draw_plan",
     "draw_sweep",
     "draw_timeline",
+    "frontier_table",
+    "partition_map",
     "plan_blocks",
     "plan_table",
     "plan_timeline",

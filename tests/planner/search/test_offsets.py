@@ -280,3 +280,13 @@ def test_what_waits_for_an_address_gets_another_one(seed):
     assert replay.step_seconds == pytest.approx(search.seconds)
     ends = intervals["offset"] + intervals["bytes"]
     assert (intervals["offset"] >= 0).all() and ends.max() <= arena.capacity
+
+
+def test_a_replay_ends_where_the_step_takes_too_long():
+    intervals = intervals_from([(64, 0, NUM_POSITIONS)])
+    evicted, rates = np.zeros(len(SEQUENCE.hole_object), np.uint8), (LinkRates(1.0, 1.0),)
+    seconds = SEQUENCE.replay(evicted, intervals, rates).step_seconds
+    assert seconds == NUM_POSITIONS
+    for memory in (intervals, 1 << 40):
+        assert SEQUENCE.replay(evicted, memory, rates, worth=seconds).step_seconds == seconds
+        assert SEQUENCE.replay(evicted, memory, rates, worth=seconds - 0.5).step_seconds == np.inf

@@ -98,9 +98,11 @@ class PlaceSearch:
         )
         if missing.any():
             return
-        replay = self._sequence.replay(choice.evicted, intervals, self._rates, tier=choice.tier)
-        before = choice.replay.step_seconds
-        if replay.overflow > 0 or replay.step_seconds > before * (1 + 1e-9):
+        most = choice.replay.step_seconds * (1 + 1e-9)
+        replay = self._sequence.replay(
+            choice.evicted, intervals, self._rates, tier=choice.tier, worth=most
+        )
+        if replay.overflow > 0 or replay.step_seconds > most:
             return
         self._intervals = intervals
         self.best = dataclasses.replace(choice, replay=replay), intervals["offset"].tolist()

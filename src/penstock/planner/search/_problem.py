@@ -86,7 +86,7 @@ def load_engine() -> SimpleNamespace | None:
         _ElementsType(np.dtype(kind))
         for kind in (np.int32, np.int64, np.float64, np.uint8, INTERVAL, PART)
     )
-    replay = [pointer, bools, bools, f64s, i32, i32s, i32s, f64s]
+    replay = [pointer, bools, bools, f64s, i32, f64, i32s, i32s, f64s]
     functions: dict[str, tuple[Any, list[Any]]] = {
         "problem_new": (
             pointer,

@@ -8,6 +8,7 @@ beginning of the next step.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -145,6 +146,7 @@ class OperatorSequence:
         *,
         tier: np.ndarray | None = None,
         prefetch_distance: int = MAX_PREFETCH_DISTANCE,
+        worth: float = math.inf,
     ) -> ReplayTimes:
         """Time a step in which the objects of the evicted holes leave and come back.
 
@@ -155,6 +157,7 @@ class OperatorSequence:
             rates: Of the links to the first lower tier, and of those to a second one, if any.
             tier: For each hole the lower tier of its object; None: the first.
             prefetch_distance: Positions ahead of their use at which values may be fetched.
+            worth: Seconds; a step that takes longer ends there, and takes infinitely long.
         """
         lower = rates[0], rates[-1]
         seconds_per_byte = np.array(
@@ -163,7 +166,7 @@ class OperatorSequence:
         out_end = np.full(len(evicted), NEVER, np.int32)
         in_start = np.full(len(evicted), np.iinfo(np.int32).min, np.int32)
         starts = np.empty(len(self.order) + 1)
-        common = self._handle, evicted, tier, seconds_per_byte, prefetch_distance
+        common = self._handle, evicted, tier, seconds_per_byte, prefetch_distance, worth
         if isinstance(memory, np.ndarray):
             overflow = engine().sequence_replay_at(
                 *common, out_end, in_start, starts, memory, len(memory)

@@ -67,20 +67,20 @@ void sequence_dirty(const Sequence* s, const std::uint8_t* evicted, std::uint8_t
 // of the links out to the tiers, and in from them; `starts` receives the time of the step behind the last
 // position. Two functions: in one, the compiler inlines neither allocator, and a replay takes a sixth longer.
 i64 sequence_replay(const Sequence* s, const std::uint8_t* evicted, const std::uint8_t* tier, const double* seconds_per_byte,
-                    i32 prefetch_distance, i32* out_end, i32* in_start, double* starts, i64 capacity) {
+                    i32 prefetch_distance, double worth, i32* out_end, i32* in_start, double* starts, i64 capacity) {
   const Links links(seconds_per_byte, tier);
   ByteAllocator allocator(*s, capacity, evicted);
-  const auto timing = replay(*s, links, evicted, prefetch_distance, allocator, out_end, in_start, starts);
+  const auto timing = replay(*s, links, evicted, prefetch_distance, worth, allocator, out_end, in_start, starts);
   starts[s->length] = timing.step_seconds;
   return timing.overflow;
 }
 
 i64 sequence_replay_at(const Sequence* s, const std::uint8_t* evicted, const std::uint8_t* tier, const double* seconds_per_byte,
-                       i32 prefetch_distance, i32* out_end, i32* in_start, double* starts, const Interval* intervals,
+                       i32 prefetch_distance, double worth, i32* out_end, i32* in_start, double* starts, const Interval* intervals,
                        i32 num_intervals) {
   const Links links(seconds_per_byte, tier);
   AddressAllocator allocator(*s, intervals, num_intervals);
-  const auto timing = replay(*s, links, evicted, prefetch_distance, allocator, out_end, in_start, starts);
+  const auto timing = replay(*s, links, evicted, prefetch_distance, worth, allocator, out_end, in_start, starts);
   allocator.clamp(in_start, out_end);
   starts[s->length] = timing.step_seconds;
   return timing.overflow;

@@ -63,10 +63,11 @@ class OffsetAssignment {
   // Does the same for the intervals that have no offset yet.
   void run_again(i64* missing) {
     std::vector<i32> order;
-    for (i32 interval = 0; interval < num_intervals_; ++interval) {
+    for (i32 interval = 0; interval < num_intervals_; ++interval)
       if (intervals_[interval].offset < 0) order.push_back(interval);
-      else put(interval);
-    }
+    note_moments(order);
+    for (i32 interval = 0; interval < num_intervals_; ++interval)
+      if (intervals_[interval].offset >= 0 && may_meet(intervals_[interval])) put(interval);
     std::stable_sort(order.begin(), order.end(), [&](i32 a, i32 b) { return priority_[a] > priority_[b]; });
     for (i32 interval : order) {
       if (place(interval)) put(interval);
@@ -285,6 +286,26 @@ class OffsetAssignment {
       visit(static_cast<i32>((moment % NUM_MOMENTS + NUM_MOMENTS) % NUM_MOMENTS), moment == first);
   }
 
+  // Notes the parts of a step that intervals overlap; none if one of them is there for a whole step.
+  void note_moments(const std::vector<i32>& intervals) {
+    moments_before_.assign(2 * NUM_MOMENTS + 1, 0);
+    for (i32 interval : intervals) {
+      if (is_long(intervals_[interval])) return moments_before_.clear();
+      for_each_moment(intervals_[interval], [&](i32 moment, bool) {
+        moments_before_[moment + 1] = moments_before_[moment + 1 + NUM_MOMENTS] = 1;
+      });
+    }
+    std::partial_sum(moments_before_.begin(), moments_before_.end(), moments_before_.begin());
+  }
+  // Whether an interval may overlap with those: far fewer have to be put then.
+  bool may_meet(const Interval& it) const {
+    if (moments_before_.empty() || it.arrives == -2 || is_long(it)) return true;
+    const double part = step_ / NUM_MOMENTS;
+    const i64 first = static_cast<i64>(std::floor(it.from / part)), last = static_cast<i64>(std::floor(it.until / part));
+    const i64 begin = (first % NUM_MOMENTS + NUM_MOMENTS) % NUM_MOMENTS;
+    return moments_before_[std::min<i64>(begin + last - first + 1, 2 * NUM_MOMENTS)] > moments_before_[begin];
+  }
+
   // A place that may be used, after a wait.
   struct Other { i64 low, high; double wait; };
 
@@ -410,6 +431,7 @@ class OffsetAssignment {
   std::vector<std::pair<i64, i64>> always_;
   LongestWait longest_wait_;
   std::vector<i32> seen_, near_;
+  std::vector<i32> moments_before_;  // of two steps: how many of those noted lie before each
   i32 round_ = 0;
 };
 

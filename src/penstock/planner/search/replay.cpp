@@ -8,8 +8,10 @@ namespace {
 //   start(p)  = max(end(p - 1), end of transfers in for p, end of transfers out that p waits for)
 //   end(p)    = start(p) + seconds(p)
 //   link free = max(link free, boundary at which the transfer may begin) + bytes / rate
+//
+// It ends, with an infinite time, where the step that times are read from takes more than `worth` seconds.
 template <class Allocator>
-Timing replay(const Sequence& s, const Links& links, const std::uint8_t* evicted, i32 prefetch_distance, Allocator& allocator,
+Timing replay(const Sequence& s, const Links& links, const std::uint8_t* evicted, i32 prefetch_distance, double worth, Allocator& allocator,
               i32* out_end, i32* in_start, double* starts) {
   constexpr int kSteps = Allocator::kSteps, kRead = Allocator::kRead, kReadOut = Allocator::kReadOut;
   const Problem& p = s.problem;
@@ -99,6 +101,10 @@ Timing replay(const Sequence& s, const Links& links, const std::uint8_t* evicted
       }
     const double start = std::max(now, due[absolute]), finish = start + p.seconds[s.operators[position]];
     if (starts && step == kRead) starts[position] = start - previous_end;
+    if (step == kRead && finish - previous_end > worth) {
+      timing.step_seconds = std::numeric_limits<double>::infinity();
+      return timing;
+    }
 
     // Prefetch while the link would idle before the next boundary.
     for (int t = 0; t < kTiers; ++t)

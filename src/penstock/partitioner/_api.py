@@ -1,0 +1,210 @@
+"""`partition`: one step over several devices, each within a budget."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from penstock.errors import InfeasibleError
+from penstock.graph import StepGraph, operator_seconds
+from penstock.memory import MachineProfile, probe
+from penstock.partitioner._bound import bound_exchanged_bytes
+from penstock.partitioner._fold import find_groups
+from penstock.partitioner._mesh import PARTIAL, link_rate, share
+from penstock.partitioner._partition import Collective, FrontierPoint, Partition
+from penstock.partitioner._search import Candidate, Search
+from penstock.partitioner._split import Model, StepSplit
+from penstock.partitioner._styles import METHODS
+from penstock.partitioner.axes import find_axes
+from penstock.units import format_bytes, parse_bytes
+
+_NUM_NAMED = 5  # tensors in the message of a step that does not fit
+
+
+def partition(
+    graph: StepGraph,
+    *,
+    devices: int,
+    device_memory: int | str | None = None,
+    machine: MachineProfile | None = None,
+    time_limit: float = 60,
+    seed: int = 0,
+    method: str = "auto",
+) -> Partition:
+    """Split a training step over devices so that each fits its memory and few bytes are exchanged.
+
+    Example:
+        >>> graph = penstock.capture(model, optimizer, batch)  # doctest: +SKIP
+        >>> print(penstock.partition(graph, devices=8, device_memory="16GiB"))  # doctest: +SKIP
+
+    Parameters, gradients, optimizer state and activations may all be split or replicated. Where
+    memory is free, that is data parallelism; where it is short, parameters are split at rest, or
+    products are split along the axes of their weights.
+
+    Args:
+        graph: A captured step of the whole batch.
+        devices: Number of ranks, at least 2.
+        device_memory: Budget of each, in bytes or as `"16GiB"`; None: as many bytes as needed.
+        machine: A device and its links; None: this machine, measured.
+        time_limit: Seconds of the search.
+        seed: Of random choices.
+        method: `"auto"`, or to compare with: `"batch"` (data parallelism), `"fsdp"` (with
+            parameters, gradients and optimizer state split at rest), `"tensor"` (products split
+            along axes of parameters, between nodes by batch), `"greedy"` (one operator after the
+            other).
+
+    Returns:
+        The best partition that was found.
+
+    Raises:
+        InfeasibleError: None was found that fits; it names the largest tensors that do not split.
+        ValueError: `devices` is no number of ranks, `time_limit` not above 0, or `method` none.
+
+    The search follows Wang, Huang and Li, EuroSys 2019, sections 4 and 5, with replication at a
+    price in the place of none.
+    """
+    if type(devices) is not int or devices < 2:
+        raise ValueError(f"devices is {devices!r}; accepted is a whole number of at least 2")
+    if not time_limit > 0:
+        raise ValueError(f"time_limit is {time_limit!r}; accepted are seconds above 0")
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; accepted are {', '.join(map(repr, METHODS))}")
+    budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")
+    profile = probe() if machine is None else machine
+    start = time.monotonic()
+    axes = find_axes(graph)
+    model = Model(graph, axes, find_groups(graph, axes))
+    search = Search(model, profile, budget, start + time_limit)
+    if method == "auto":
+        search.run(devices)
+    else:
+        search.run_style(devices, method)
+    best = search.best()
+    if best is None:
+        raise _infeasible(search, devices)
+    return _assemble(search, best, devices, seed, time.monotonic() - start)
+
+
+def _infeasible(search: Search, devices: int) -> InfeasibleError:
+    """Describe the split that needs the least memory, by the largest tensors that it leaves."""
+    model, budget = search.model, search.budget
+    assert budget is not None
+    least = min(search.candidates, key=lambda each: each.peak_bytes)
+    graph, step = model.graph, least.step
+    place = int(model.device_bytes(step).argmax())
+    local = model.local_bytes(step)
+    live = (model.first <= place) & (place < model.last)
+    whole = [
+        index
+        for index in np.flatnonzero(live & (local == model.num_bytes) & (local > 0))
+        if local[index] * devices >= budget // 100
+    ]
+    largest = sorted(whole, key=lambda index: -local[index])[:_NUM_NAMED]
+    names = ", ".join(f"{graph.storages[i].name} ({format_bytes(int(local[i]))})" for i in largest)
+    least_bytes = least_device_bytes(model, devices)
+    proved = least_bytes > budget
+    remedy = "use more devices, a smaller batch, or a larger budget"
+    return InfeasibleError(
+        f"no partition over {devices} devices was found that fits device_memory = "
+        f"{format_bytes(budget)}: the fullest rank needs {format_bytes(least.peak_bytes)} at "
+        f"{graph.operators[place].name!r}"
+        + (f"; the largest tensors that do not split: {names}" if names else "")
+        + (f"; none fits less than {format_bytes(least_bytes)}" if proved else "")
+        + f"; {remedy}",
+        minimum_device_bytes=least_bytes,
+        operator=graph.operators[place].name,
+        proved=proved,
+        sufficient_device_bytes=least.peak_bytes,
+    )
+
+
+def least_device_bytes(model: Model, devices: int) -> int:
+    """Return the bytes that a rank holds at some operator in any partition."""
+    pieces = [math.gcd(devices, math.prod(extents)) for extents in model.extents]
+    return int(model.live_bytes(model.num_bytes // np.array(pieces, dtype=np.int64)).max(initial=0))
+
+
+def _assemble(
+    search: Search, best: Candidate, devices: int, seed: int, elapsed_seconds: float
+) -> Partition:
+    model, machine, step = search.model, search.machine, best.step
+    graph = model.graph
+    collectives = tuple(list_collectives(model, step))
+    exchanged = round(sum(each.num_bytes for each in collectives))
+    exchange_seconds = sum(
+        each.num_bytes * step.mesh.weights[each.level] for each in collectives
+    ) / link_rate(machine, is_within_node=step.mesh.sizes[-1] <= machine.devices_per_node)
+    compute_seconds = sum(
+        seconds * share(split, step.mesh.sizes)
+        for seconds, split in zip(operator_seconds(graph, machine), step.splits, strict=True)
+    )
+    unknown: dict[str, int] = {}
+    for operator, axes in zip(graph.operators, model.axes.operators, strict=True):
+        if not axes.is_known:
+            touched = operator.bytes_read + operator.bytes_written
+            unknown[operator.target] = unknown.get(operator.target, 0) + touched
+    bound = bound_exchanged_bytes(model, devices, search.budget)
+    return Partition(
+        graph_digest=graph.digest,
+        mesh=step.mesh.sizes,
+        placements=tuple(
+            tuple(_stride(model, storage, axis) for axis in placement)
+            for storage, placement in enumerate(step.placements)
+        ),
+        splits=tuple(
+            tuple(_letter(model, operator, axis) for axis in split)
+            for operator, split in enumerate(step.splits)
+        ),
+        collectives=collectives,
+        device_bytes=search.budget,
+        peak_device_bytes=best.peak_bytes,
+        exchanged_bytes=exchanged,
+        lower_bound_bytes=math.floor(min(bound, exchanged)),
+        step_seconds=compute_seconds + exchange_seconds,
+        exchange_seconds=exchange_seconds,
+        frontier=find_frontier(search.candidates),
+        unknown=unknown,
+        machine=machine,
+        seed=seed,
+        notes={
+            "search_seconds": elapsed_seconds,
+            "num_candidates": len(search.candidates),
+            "origin": best.origin,
+        },
+    )
+
+
+def _stride(model: Model, storage: int, axis: int) -> int:
+    if axis < 0:
+        return -1 if axis == PARTIAL else 0
+    return model.axes.cuts[storage][axis]
+
+
+def _letter(model: Model, operator: int, axis: int) -> str:
+    if axis < 0:
+        return "+" if axis == PARTIAL else ""
+    return model.axes.operators[operator].names[axis]
+
+
+def list_collectives(model: Model, step: StepSplit) -> Iterable[Collective]:
+    """Yield the collectives of a split, in the order of the operators."""
+    for index, operator in enumerate(model.graph.operators):
+        needed = {model.graph.storage_of_value[value]: value for value in operator.needs}
+        made = {model.graph.storage_of_value[value]: value for value in operator.makes}
+        for use, traffic, is_output in model.exchanges(step, index):
+            value = (made if is_output else needed)[use.storage]
+            for move in traffic.moves:
+                yield Collective(index, value, move.kind, move.level, move.num_bytes, is_output)
+
+
+def find_frontier(candidates: list[Candidate]) -> tuple[FrontierPoint, ...]:
+    """Return the candidates that no other beats in memory and exchange, the smallest first."""
+    found: list[FrontierPoint] = []
+    for each in sorted(candidates, key=lambda each: (each.peak_bytes, each.exchanged_bytes)):
+        exchanged = round(each.exchanged_bytes)
+        if not found or exchanged < found[-1].exchanged_bytes:
+            found.append(FrontierPoint(each.peak_bytes, exchanged, each.step.mesh.sizes))
+    return tuple(found)

@@ -1,0 +1,15 @@
+"""Axes of operators and storages: along which each may be split, and what that asks of others."""
+
+from penstock.partitioner.axes._axes import GraphAxes, OperatorAxes, Use, find_axes
+from penstock.partitioner.axes._rules import AxisRule, Operand, find_rule, is_heavy
+
+__all__ = [
+    "AxisRule",
+    "GraphAxes",
+    "Operand",
+    "OperatorAxes",
+    "Use",
+    "find_axes",
+    "find_rule",
+    "is_heavy",
+]

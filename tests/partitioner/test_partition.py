@@ -1,0 +1,259 @@
+"""Partitions: against brute force, what the checker refuses, and what is chosen where."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+import penstock
+from _networks import make_network, random_network
+from penstock.errors import GraphFileError, InfeasibleError, PlanError
+from penstock.graph import StepGraph
+from penstock.memory import machine
+from penstock.partitioner import Partition, check, partition
+from penstock.partitioner._bound import bound_exchanged_bytes
+from penstock.partitioner._fold import find_groups
+from penstock.partitioner._level import make_level
+from penstock.partitioner._mesh import make_mesh
+from penstock.partitioner._search import Search
+from penstock.partitioner._split import FORBIDDEN, Model
+from penstock.partitioner.axes import find_axes
+from penstock.solvers import LinearProgram, can_solve
+
+MACHINE = machine("h100-80gb")
+NUM_RANDOM = 8
+
+
+def solve_exactly(model: Model, devices: int, budget: int) -> float | None:
+    """The least cost of a split by one level, by HiGHS; None if none fits.
+
+    min sum c_v[i] x_vi + sum c_vw[i, j] y_vwij   over binary x,
+    sum_i x_vi = 1,  sum_j y_vwij = x_vi,  sum_i y_vwij = x_wj,  bytes at each operator <= budget
+    """
+    mesh = make_mesh((devices,), MACHINE)
+    rows: list[tuple[list[int], list[float]]] = [([], []) for _ in model.graph.operators]
+    level = make_level(model, mesh, None, {})
+    program = LinearProgram()
+    columns = [
+        [program.column(cost=float(cost), upper=1.0, integer=True) for cost in costs]
+        for costs in level.choices.costs
+    ]
+    for each in columns:
+        program.row(each, [1.0] * len(each), lower=1.0, upper=1.0)
+    pairs = {}
+    for (a, b), table in level.choices.pair_costs.items():
+        forbidden = table >= FORBIDDEN
+        y = [
+            [
+                program.column(cost=0.0 if no else float(c), upper=0.0 if no else 1.0)
+                for c, no in zip(costs, row, strict=True)
+            ]
+            for costs, row in zip(table, forbidden, strict=True)
+        ]
+        pairs[a, b] = y
+        for i, column in enumerate(columns[a]):
+            program.row([*y[i], column], [*[1.0] * len(y[i]), -1.0], lower=0.0, upper=0.0)
+        for j, column in enumerate(columns[b]):
+            others = [row[j] for row in y]
+            program.row([*others, column], [*[1.0] * len(others), -1.0], lower=0.0, upper=0.0)
+    for place, (names, factors) in enumerate(rows):
+        here = make_level(model, mesh, None, {place: 1.0}).choices
+        for v, num_bytes in enumerate(here.bytes):
+            names += columns[v]
+            factors += num_bytes.tolist()
+        for key, table in here.pair_bytes.items():
+            for y_row, row in zip(pairs[key], table, strict=True):
+                names += y_row
+                factors += row.tolist()
+        program.row(names, factors, upper=float(budget))
+    return program.solve(time_limit=60.0)
+
+
+def random_case(seed: int) -> tuple[Model, int, int]:
+    """A step, a number of devices, and a budget between the least and the most it can need."""
+    graph = random_network(seed)
+    axes = find_axes(graph)
+    model = Model(graph, axes, find_groups(graph, axes, fold=False))
+    devices = random.Random(seed).choice((2, 3))
+    search = Search(model, MACHINE, None)
+    search.run(devices)
+    peaks = [each.peak_bytes for each in search.candidates]
+    share = random.Random(seed + 1).random() ** 2
+    return model, devices, int(min(peaks) + share * (max(peaks) - min(peaks)))
+
+
+def compare(seed: int) -> bool:
+    """Whether a random case is solved to the optimum; the rest must hold in every one."""
+    model, devices, budget = random_case(seed)
+    optimum = solve_exactly(model, devices, budget)
+    search = Search(model, MACHINE, budget)
+    search.run(devices)
+    best = search.best()
+    assert best is None or best.peak_bytes <= budget
+    if optimum is None:
+        assert best is None
+        return True
+    assert best is not None
+    assert best.cost >= optimum * (1 - 1e-6)
+    assert search.lower_bound <= optimum * (1 + 1e-6) + 1e-6
+    assert bound_exchanged_bytes(model, devices, budget) <= best.exchanged_bytes + 1e-6
+    return best.cost <= optimum * (1 + 1e-6) + 1e-6
+
+
+@pytest.mark.skipif(not can_solve(), reason="needs highspy")
+def test_random_steps_are_split_as_brute_force_does():
+    results = [compare(seed) for seed in range(NUM_RANDOM)]
+    assert sum(results) >= math.ceil(0.95 * NUM_RANDOM)
+
+
+def plan(graph: StepGraph, devices: int, budget: int | None = None) -> Partition:
+    found = partition(graph, devices=devices, device_memory=budget, machine=MACHINE, time_limit=30)
+    check(graph, found)
+    return found
+
+
+def is_split(found: Partition, graph: StepGraph, name: str) -> bool:
+    (index,) = (i for i, storage in enumerate(graph.storages) if storage.name == name)
+    return any(stride > 0 for stride in found.placements[index])
+
+
+def letters(found: Partition, graph: StepGraph, target: str = "aten.mm.default") -> set[str]:
+    return {
+        letter
+        for operator, split in zip(graph.operators, found.splits, strict=True)
+        if operator.target == target
+        for letter in split
+    }
+
+
+def test_memory_in_plenty_gives_data_parallelism_and_little_of_it_split_parameters():
+    graph = make_network(2**18, [64, 256, 64])
+    loose = plan(graph, 256)
+    # The first layer has no gradient of its input: its weight is read once, and gathering that
+    # costs what all-reducing its gradient does.
+    assert not is_split(loose, graph, "weight1")
+    assert letters(loose, graph) == {"m", "k"}  # rows of the batch, and sums over them
+    assert loose.count_collectives().keys() <= {"all_reduce", "reduce_scatter", "all_gather"}
+    bytes_of_weights = 4 * 2 * 64 * 256
+    assert loose.exchanged_bytes <= 2 * bytes_of_weights * 255 / 256 + 1
+    tight = plan(graph, 256, loose.frontier[0].peak_device_bytes)
+    assert is_split(tight, graph, "weight0")
+    assert is_split(tight, graph, "weight1")
+    assert tight.peak_device_bytes < loose.peak_device_bytes
+    assert tight.exchanged_bytes >= loose.exchanged_bytes
+
+
+def test_a_batch_of_one_gives_a_tensor_split():
+    graph = make_network(1, [1024, 4096, 1024])
+    found = plan(graph, 256)
+    assert is_split(found, graph, "weight0")
+    assert is_split(found, graph, "weight1")
+    assert "m" not in letters(found, graph) or graph.operators[0].args[0].shape[0] == 1
+    assert found.exchanged_bytes < 8 * 4 * 4096  # activations, not weights of 16 MiB
+
+
+def test_what_does_not_fit_is_named():
+    graph = make_network(1, [7, 11, 7])  # no axis is even
+    with pytest.raises(InfeasibleError, match="weight0") as raised:
+        partition(graph, devices=2, device_memory=100, machine=MACHINE)
+    assert raised.value.proved
+    assert raised.value.minimum_device_bytes is not None
+    assert raised.value.minimum_device_bytes > 100
+
+
+def test_operators_without_a_rule_run_whole_and_are_named():
+    graph = make_network(8, [8, 8])
+    operators = list(graph.operators)
+    operators[1] = dataclasses.replace(operators[1], target="other.relu.default")
+    graph = dataclasses.replace(graph, operators=tuple(operators))
+    found = plan(graph, 2)
+    assert dict(found.unknown) == {"other.relu.default": 2 * 4 * 64}
+    assert found.splits[1] == ("",)
+
+
+@pytest.mark.parametrize("devices", [0, 1, 2.0, "2"])
+def test_numbers_of_devices_that_are_none_are_refused(devices: object):
+    with pytest.raises(ValueError, match="devices"):
+        partition(make_network(2, [2, 2]), devices=devices, machine=MACHINE)  # pyright: ignore
+
+
+GRAPH = make_network(8, [8, 16, 8])
+
+
+@pytest.fixture(scope="module")
+def found() -> Partition:
+    return plan(GRAPH, 4)
+
+
+def test_a_partition_is_plain_data(found: Partition):
+    data = json.loads(json.dumps(found.to_dict()))
+    assert Partition.from_dict(data, graph=GRAPH) == found
+    data["peak_device_bytes"] += 1
+    with pytest.raises(GraphFileError, match="checksum"):
+        Partition.from_dict(data)
+    with pytest.raises(GraphFileError, match="not for"):
+        Partition.from_dict(found.to_dict(), graph=make_network(8, [8, 8]))
+    with pytest.raises(GraphFileError, match="no partition"):
+        Partition.from_dict({})
+
+
+def test_a_partition_is_a_table(found: Partition):
+    assert "exchanged" in str(found)
+
+
+def test_the_same_seed_gives_the_same_partition(found: Partition):
+    again = plan(GRAPH, 4)
+    names = ("placements", "splits", "mesh", "collectives", "peak_device_bytes")
+    assert all(getattr(again, name) == getattr(found, name) for name in names)
+
+
+def change(sequence: tuple, index: int, value: object) -> tuple:
+    return (*sequence[:index], value, *sequence[index + 1 :])
+
+
+def test_the_checker_refuses_what_is_wrong(found: Partition):
+    weight = next(i for i, s in enumerate(GRAPH.storages) if s.name == "weight0")
+    num_levels = len(found.mesh)
+    largest = max(range(len(found.collectives)), key=lambda i: found.collectives[i].num_bytes)
+    less = found.collectives[largest]._replace(num_bytes=1.0)
+    other = (found.placements[weight][0] or 1, *(0,) * (num_levels - 1))
+    flipped = (0,) * num_levels if any(found.placements[weight]) else other
+    wrong = {
+        "graph": {"graph_digest": "0"},
+        "placement": {"placements": change(found.placements, weight, (3,) * num_levels)},
+        "split": {"splits": change(found.splits, 0, ("z",) * num_levels)},
+        "exchange": {"collectives": change(found.collectives, largest, less)},
+        "memory": {"peak_device_bytes": found.peak_device_bytes - 1},
+        "figures": {"exchanged_bytes": found.exchanged_bytes + 1},
+    }
+    for rule, fields in wrong.items():
+        with pytest.raises(PlanError) as raised:
+            check(GRAPH, dataclasses.replace(found, **fields))
+        assert raised.value.rule == rule
+    moved = dataclasses.replace(found, placements=change(found.placements, weight, flipped))
+    with pytest.raises(PlanError):
+        check(GRAPH, moved)
+    with pytest.raises(PlanError) as raised:
+        check(GRAPH, dataclasses.replace(found, device_bytes=found.peak_device_bytes - 1))
+    assert raised.value.rule == "memory"
+
+
+def test_layers_of_one_kind_are_one_group():
+    graph = make_network(8, [8] * 12)
+    axes = find_axes(graph)
+    shallow = make_network(8, [8] * 8)
+    few = find_groups(shallow, find_axes(shallow))
+    groups = find_groups(graph, axes)
+    assert len(groups.operators) == len(few.operators)
+    assert sum(map(len, groups.operators)) == len(graph.operators)
+    assert np.unique(groups.of_operator).tolist() == [*range(len(groups.operators))]
+
+
+def test_the_function_is_public():
+    assert penstock.partition is partition
+    assert penstock.Partition is Partition
