@@ -379,16 +379,16 @@ class BlockPool(Owner):
         """Yield pieces at addresses that the CPU can read, as `PageTiers.bring_to_host` does."""
         return self._tiers.lower.bring_to_host(addresses, num_bytes)
 
-    def find_resident(self, layer: int) -> ResidentLayer | None:
-        """Return all records of a layer and its tail for a step, which counts as reading them.
+    def find_resident(self, layer: int, first_block: int) -> ResidentLayer | None:
+        """Return records from a block on, and the tail, for a step, which counts as reading them.
 
         Returns:
             None where a block was dropped, or a record is not resident.
         """
         state, device = self._layers[layer], self._tiers.device
         found = self._resident.get(layer)
-        if found is None or not found.is_of(state, device.version):
-            found = self._resident[layer] = ResidentLayer.find(state, device)
+        if found is None or not found.is_of(state, device.version, first_block):
+            found = self._resident[layer] = ResidentLayer.find(state, device, first_block)
         if found.addresses is None:
             return None
         self._tiers.reads.count_hits(state.layout, found.records)

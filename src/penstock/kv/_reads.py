@@ -160,11 +160,11 @@ class BlockReads:
             self._note(layer, layout, new)
         residency = self._device.residency(layout)
         is_resident = wanted.addresses != 0
-        self.num_hits += int((wanted.is_new & is_resident).sum())
         if is_resident.all():
-            residency.touch(new)
+            self.count_hits(layout, new)
             yield wanted.order, wanted.addresses
             return
+        self.num_hits += int((wanted.is_new & is_resident).sum())
         in_slots = wanted.records[wanted.is_new & is_resident]
         residency.pin(in_slots)  # none of them loses its slot before it was read
         try:
@@ -193,7 +193,8 @@ class BlockReads:
 
     def count_hits(self, layout: BlockLayout, records: np.ndarray) -> None:
         """Note that distinct records are used that are resident, all of them."""
-        self._device.residency(layout).touch(records)
+        if not self._device.room(layout):  # else none has to leave, and no slot is competed for
+            self._device.residency(layout).touch(records)
         self.num_hits += len(records)
 
     def keep_counts_of(self, other: BlockReads) -> None:
