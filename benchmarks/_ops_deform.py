@@ -64,7 +64,7 @@ PEAKS = (Case(1, 256, 64), Case(8, 256, 64))
 
 
 def draw_operands(case: Case, device: str) -> tuple[list[Tensor], Tensor]:
-    """Return input, offset, weight, bias, and perhaps a mask, with gradients, and that of the output."""
+    """Return input, offset, weight, bias, perhaps a mask, and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -87,7 +87,9 @@ def find_arms() -> dict[str, Callable[..., Tensor]]:
     """Return the functions that are here; torchvision's where it loads."""
     arms: dict[str, Callable[..., Tensor]] = {OURS: deform_conv2d}
     try:
-        from torchvision.ops import deform_conv2d as theirs
+        from torchvision.ops import (  # pyright: ignore[reportMissingImports]
+            deform_conv2d as theirs,
+        )
     except (ImportError, RuntimeError):
         return arms
     return {**arms, THEIRS: theirs}
@@ -145,8 +147,8 @@ def compare(results: dict[str, list[Tensor]]) -> float | None:
     return error
 
 
-def measure_peak(case: Case, arm: str) -> tuple[float, int, int]:
-    """Return seconds, growth of the peak over the operands, and that of an ideal: the results."""
+def measure_peak(case: Case, arm: str) -> tuple[float, int, int, int]:
+    """Return seconds, growth of the peak, and bytes of the results and of the operands."""
     function = find_arms()[arm]
     small, small_dout = draw_operands(Case(1, 32, 8), "cpu")
     run_step(function, small, small_dout)  # what is loaded once
@@ -212,4 +214,4 @@ def measure_rows(options: argparse.Namespace, where: Environment) -> Iterator[Be
 
 if __name__ == "__main__":
     arm, *numbers = sys.argv[1:]
-    print(json.dumps(measure_peak(Case(*map(int, numbers)), arm)))
+    print(json.dumps(measure_peak(Case(int(numbers[0]), int(numbers[1]), int(numbers[2])), arm)))

@@ -1,8 +1,8 @@
 """Products of sparse matrices against torch's and SciPy's: arms of `ops.py`.
 
-Cases `forward` multiply a matrix by itself: random patterns of 1 to 100 entries a row, and the graphs
-of $PENSTOCK_DATA, of which dense ones give some rows only. torch's rows come unsorted, ours sorted.
-Cases `step` are forward and backward from a gradient in the result's pattern; torch has `@` on CSR,
+Cases `forward` multiply a matrix by itself: random patterns of 1 to 100 entries a row, and the
+graphs of $PENSTOCK_DATA, of which dense ones give some rows only. torch's rows come unsorted, ours
+sorted. Cases `step` are forward and backward from a gradient in the result's pattern; torch has `@` on CSR,
 whose gradient is filled in. Cases `peak` run in a process of their own: the growth of its peak over
 the operands, held against the bytes of the result and of the workspace.
 """
@@ -85,7 +85,13 @@ def head(matrix: Tensor, num_rows: int | None) -> Tensor:
 def forward_cases() -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
     """Yield the name of each case and a function that makes its operands."""
     for num_rows, per_row in RANDOM:
-        yield f"forward: {num_rows} rows of {per_row}", lambda n=num_rows, d=per_row: (draw(n, d),) * 2
+        label = f"forward: {num_rows} rows of {per_row}"
+
+        def draw_both(n: int = num_rows, d: int = per_row) -> tuple[Tensor, Tensor]:
+            matrix = draw(n, d)
+            return matrix, matrix
+
+        yield label, draw_both
     for name, rows in GRAPHS.items():
         label = f"forward: {name}" + (f", {rows} rows" if rows else "")
 
@@ -96,7 +102,9 @@ def forward_cases() -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]
         yield label, make
 
 
-def time_arms(arms: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
+def time_arms(
+    arms: dict[str, Callable[[], Any]], rounds: int, device: str
+) -> dict[str, list[float]]:
     """Return the seconds of each arm in each round; the order alternates."""
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     for number in range(-1, rounds):  # the first is to warm up
@@ -165,7 +173,7 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 def find_scipy() -> Any:
     """Return SciPy's sparse matrices, or None where it is not installed."""
     try:
-        import scipy.sparse
+        import scipy.sparse  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
     return scipy.sparse

@@ -29,10 +29,10 @@ def deform_conv2d(
 
         y_o(p) = b_o + sum_kc w_ock m_k(p) x_c(stride p - padding + dilation k + offset_k(p))
 
-    Arguments and results are those of `torchvision.ops.deform_conv2d` (Dai et al., arXiv:1703.06211,
-    section 2.1; with a mask Zhu et al., arXiv:1811.11168, section 3.2). Samples are multiplied as
-    they are gathered: no column buffer of kernel area times channels is in memory, forward or
-    backward. Bits do not depend on the run or on the number of threads.
+    Arguments and results are those of `torchvision.ops.deform_conv2d` (Dai et al.,
+    arXiv:1703.06211, section 2.1; with a mask Zhu et al., arXiv:1811.11168, section 3.2). Samples
+    are multiplied as they are gathered: no column buffer of kernel area times channels is in
+    memory, forward or backward. Bits do not depend on the run or on the number of threads.
 
     Example:
         >>> x, weight = torch.randn(1, 8, 16, 16), torch.randn(4, 8, 3, 3)
@@ -43,7 +43,7 @@ def deform_conv2d(
     Args:
         input: `(B, C, H, W)`: float16, bfloat16, float32 or float64. Sums are float32 at least.
         offset: `(B, 2 * G * kh * kw, Ho, Wo)` in pixels: y and x of each tap, for each of G groups
-            of channels; of the dtype of input or of its sums, as bfloat16 has few places of a pixel.
+            of channels; of the dtype of input or of its sums, as bfloat16 has few bits.
         weight: `(O, C / groups, kh, kw)`, of the dtype of input.
         bias: `(O,)`, of the same dtype; None for none.
         stride: Pixels of the input between two of the output, by dimension or of both.
@@ -122,9 +122,7 @@ def _check_dtypes(
     check_together(input=input, **given)
 
 
-def _check_shapes(
-    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
-) -> None:
+def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> None:
     shapes = f"input and weight have the shapes {tuple(input.shape)} and {tuple(weight.shape)}"
     if input.dim() != 4 or weight.dim() != 4:
         raise ValueError(f"{shapes}, but must have (B, C, H, W) and (O, C / groups, kh, kw)")
@@ -166,7 +164,7 @@ def _check_offsets(
         if each is not None and each.shape != (input.shape[0], channels, *size):
             raise ValueError(
                 f"{name} has the shape {tuple(each.shape)}, but must have "
-                f"{(input.shape[0], channels, *size)}, as the output has {size[0]} x {size[1]} pixels"
+                f"{(input.shape[0], channels, *size)}, as the output is {size[0]} x {size[1]}"
             )
 
 

@@ -134,14 +134,27 @@ class _Call:
     ) -> _Call:
         """Return a call without gradients."""
         offset_groups = count_offset_groups(offset, weight)
-        sums = [
-            None if each is None else each.to(sum_dtype(x.dtype)).contiguous()
-            for each in (offset, mask, weight, bias)
-        ]
+        dtype = sum_dtype(x.dtype)
         return cls(
-            *(x.contiguous(), *sums, out, None, None, None, None, None),
-            *x.shape,
-            *(len(weight), *weight.shape[2:], *out.shape[2:], *geometry.numbers),
+            x=x.contiguous(),
+            offset=offset.to(dtype).contiguous(),
+            mask=None if mask is None else mask.to(dtype).contiguous(),
+            weight=weight.to(dtype).contiguous(),
+            bias=None if bias is None else bias.to(dtype).contiguous(),
+            out=out,
+            **dict.fromkeys(("dx", "doffset", "dmask", "dweight", "dbias")),
+            **dict(zip(("batch", "channels", "height", "width"), x.shape, strict=True)),
+            out_channels=len(weight),
+            kernel_height=weight.shape[2],
+            kernel_width=weight.shape[3],
+            out_height=out.shape[2],
+            out_width=out.shape[3],
+            stride_y=geometry.stride[0],
+            stride_x=geometry.stride[1],
+            padding_y=geometry.padding[0],
+            padding_x=geometry.padding[1],
+            dilation_y=geometry.dilation[0],
+            dilation_x=geometry.dilation[1],
             groups=x.shape[1] // weight.shape[1],
             offset_groups=offset_groups,
             num_parts=1,

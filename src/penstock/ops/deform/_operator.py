@@ -53,9 +53,7 @@ def deform_backward(
     """Return the gradients of x, offset, weight, and of bias and mask where there are such."""
     given = (x, offset, weight, bias, mask)
     offset, mask = _to_sums(x, offset, mask)
-    grads = kernels_for(x).backward(
-        dout, x, offset, weight, bias, mask, Geometry.of(geometry)
-    )
+    grads = kernels_for(x).backward(dout, x, offset, weight, bias, mask, Geometry.of(geometry))
     return [
         grad.to(each.dtype)
         for grad, each in zip(grads, given, strict=True)

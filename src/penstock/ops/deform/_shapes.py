@@ -35,7 +35,12 @@ class Geometry:
     def out_size(self, x: Tensor, weight: Tensor) -> tuple[int, int]:
         """Return height and width of the output."""
         height, width = (
-            (x.shape[2 + i] + 2 * self.padding[i] - self.dilation[i] * (weight.shape[2 + i] - 1) - 1)
+            (
+                x.shape[2 + i]
+                + 2 * self.padding[i]
+                - self.dilation[i] * (weight.shape[2 + i] - 1)
+                - 1
+            )
             // self.stride[i]
             + 1
             for i in range(2)

@@ -2,7 +2,7 @@
 
 A thread's workspace is a bitmap of the columns of C with its ranks; where those of all threads are
 beyond the budget, columns are taken in windows. Rows of C are kept, with columns of 32 bits, until
-they are counted; their memory is given back as they are copied, so both are no more than the result.
+they are counted; their memory is given back as they are copied: both are no more than the result.
 """
 
 from __future__ import annotations
@@ -170,6 +170,7 @@ class _Product:
     is_double: bool
     is_masked: bool
     window_columns: int
+    max_bytes: int
     num_threads: int
 
     @classmethod
@@ -193,6 +194,7 @@ class _Product:
             is_double=is_double,
             is_masked=is_masked,
             window_columns=window_columns(right.num_columns, max_bytes),
+            max_bytes=max_bytes // 2,
             num_threads=torch.get_num_threads(),
         )
 
@@ -215,9 +217,7 @@ def _run(
     assert library is not None, "there is a path without the library"
     is_double = left_values.dtype == torch.float64
     call = dataclasses.replace(
-        _Product.of(
-            left, right, max_bytes=max_bytes, is_double=is_double, is_masked=is_masked
-        ),
+        _Product.of(left, right, max_bytes=max_bytes, is_double=is_double, is_masked=is_masked),
         left_values=left_values.contiguous(),
         right_values=right_values.contiguous(),
         offsets=result.offsets,
@@ -239,7 +239,8 @@ def _library() -> ctypes.CDLL | None:
     return load_optional_library(
         "spgemm",
         [THREADS, VECTORS, Path(__file__).with_name("spgemm.cpp")],
-        flags=("-O3", "-march=native"),
+        # A sum has the same bits in every way that it is taken, of products that are rounded.
+        flags=("-O3", "-march=native", "-ffp-contract=off"),
         functions={
             "penstock_check_csr": (number, [pointer, pointer, number, number, number, number]),
             "penstock_find_rows": (pointer, [pointer, pointer]),

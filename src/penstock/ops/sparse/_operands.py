@@ -55,9 +55,7 @@ def read_operand(name: str, operand: Tensor, *, is_mask: bool = False) -> tuple[
     return sort_rows(name, offsets, columns, *operand.shape), operand.values()
 
 
-def sort_rows(
-    name: str, offsets: Tensor, columns: Tensor, num_rows: int, num_columns: int
-) -> Rows:
+def sort_rows(name: str, offsets: Tensor, columns: Tensor, num_rows: int, num_columns: int) -> Rows:
     """Return rows with their columns sorted and each once.
 
     Raises:

@@ -4,7 +4,7 @@ Patterns reach them as lists of tensors: offsets and columns of A, of B and of C
 gradient; the values have one in the patterns of the operands.
 """
 
-# ruff: noqa: ANN001, ANN002, ANN003, ANN202
+# ruff: noqa: ANN001, ANN202
 
 from __future__ import annotations
 

@@ -208,8 +208,8 @@ class _Indices:
         of_mask = None if mask is None else _read_mask(mask, left, right)
         dtypes = {each.columns.dtype for each in (left, right)}
         dtype = torch.int64 if torch.int64 in dtypes else torch.int32
-        given = [None if each is None else each.to(dtype) for each in (left, right, of_mask)]
-        return cls(*given, budget)
+        of_mask = None if of_mask is None else of_mask.to(dtype)
+        return cls(left.to(dtype), right.to(dtype), of_mask, budget)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -153,7 +153,7 @@ def _find(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add_at(sums: Tensor, index: Tensor, values: Tensor) -> None:
-    """Add values in a fixed order: both functions have one on their device, and not on the other."""
+    """Add values in a fixed order, which each function has on its device alone."""
     if not len(sums):
         return
     if sums.device.type == "cpu":

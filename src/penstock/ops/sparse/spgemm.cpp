@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -49,6 +50,7 @@ struct Product {
   int64_t is_double;  // values are double
   int64_t is_masked;  // the pattern of C may lack columns of the product
   int64_t window_columns;
+  int64_t max_bytes;
   int64_t num_threads;
 };
 
@@ -143,35 +145,61 @@ inline std::pair<int64_t, int64_t> find_part(const Matrix<Index>& b, int64_t k, 
   return {begin - b.columns, std::lower_bound(begin, b.columns + to, end) - b.columns};
 }
 
-// The columns and values that a chunk of rows has in C, in memory that only takes pages as it is
-// written.
+// The columns and values that a chunk of rows has in C.
 struct Piece {
   uint32_t* columns = nullptr;
   void* values = nullptr;
-  size_t mapped_bytes = 0;
-  int64_t count = 0;
-
-  bool map(int64_t most, size_t value_bytes) {
-    mapped_bytes = std::max<int64_t>(most, 1) * (sizeof(uint32_t) + value_bytes);
-    void* at = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) return false;
-    values = at;  // first, so that they are aligned
-    columns = reinterpret_cast<uint32_t*>(static_cast<char*>(at) + std::max<int64_t>(most, 1) * value_bytes);
-    return true;
-  }
-  void unmap() {
-    if (columns != nullptr) munmap(values, mapped_bytes);
-    columns = nullptr;
-  }
+  int64_t most = 0, count = 0;  // places, and those that are taken
 };
 
-struct Pieces {
+// All pieces, in one memory that only takes pages as it is written. What is beyond a budget is given
+// back piece by piece as it is copied.
+class Pieces {
+ public:
   std::vector<Piece> of;
-  int64_t chunk_rows = 0;
+
+  explicit Pieces(int64_t num_chunks) : of(num_chunks) {}
   ~Pieces() {
-    for (Piece& each : of) each.unmap();
+    if (is_mapped_)
+      munmap(memory_, bytes_);
+    else
+      std::free(memory_);
   }
+  Pieces(const Pieces&) = delete;
+  Pieces& operator=(const Pieces&) = delete;
+
+  bool allocate(size_t value_bytes, int64_t max_bytes) {
+    for (Piece& piece : of) bytes_ += align(piece.most * (sizeof(uint32_t) + value_bytes));
+    is_mapped_ = static_cast<int64_t>(bytes_) > max_bytes;
+    if (is_mapped_) {
+      memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (memory_ == MAP_FAILED) is_mapped_ = false, memory_ = nullptr;
+    } else {
+      memory_ = std::aligned_alloc(kPage, std::max<size_t>(bytes_, kPage));
+    }
+    if (memory_ == nullptr) return false;
+    char* at = static_cast<char*>(memory_);
+    for (Piece& piece : of) {
+      piece.values = at;
+      piece.columns = reinterpret_cast<uint32_t*>(at + piece.most * value_bytes);
+      at += align(piece.most * (sizeof(uint32_t) + value_bytes));
+    }
+    return true;
+  }
+
+  void give_back(const Piece& piece, size_t value_bytes) {
+    if (is_mapped_)
+      madvise(piece.values, align(piece.most * (sizeof(uint32_t) + value_bytes)), MADV_DONTNEED);
+  }
+
+ private:
+  static constexpr size_t kPage = 4096;
+  static size_t align(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+  void* memory_ = nullptr;
+  size_t bytes_ = 0;
+  bool is_mapped_ = false;
 };
 
 int64_t count_chunks(const Product& call, int64_t* chunk_rows) {
@@ -180,17 +208,21 @@ int64_t count_chunks(const Product& call, int64_t* chunk_rows) {
   return (call.num_rows + *chunk_rows - 1) / *chunk_rows;
 }
 
-// Call `body` with a thread's row and the rows of a chunk, chunk by chunk.
-template <class Body>
-void for_chunks(const Product& call, Body body) {
+// Call what `start` returns, once for each thread, with a chunk and its rows, chunk by chunk.
+template <class Start>
+void for_chunks(const Product& call, Start start) {
   int64_t chunk_rows = 0;
   const int64_t num_chunks = count_chunks(call, &chunk_rows);
   std::atomic<int64_t> next{0};
   parallel(static_cast<int>(std::min(call.num_threads, num_chunks)), [&](int, int) {
-    Row row(std::min(call.window_columns, call.num_columns));
+    auto body = start();
     for (int64_t chunk; (chunk = next.fetch_add(1)) < num_chunks;)
-      body(row, chunk, chunk * chunk_rows, std::min(call.num_rows, (chunk + 1) * chunk_rows));
+      body(chunk, chunk * chunk_rows, std::min(call.num_rows, (chunk + 1) * chunk_rows));
   });
+}
+
+inline Row row_of(const Product& call) {
+  return Row(std::min(call.window_columns, call.num_columns));
 }
 
 // The products of a row of C, where they are few.
@@ -320,50 +352,56 @@ Pieces* find_rows(const Product& call, int64_t* counts) {
   const auto mask = matrix<Index>(call.mask_offsets, call.mask_columns);
   const auto* left = static_cast<const Real*>(call.left_values);
   const auto* right = static_cast<const Real*>(call.right_values);
-  auto pieces = std::make_unique<Pieces>();
-  pieces->of.resize(count_chunks(call, &pieces->chunk_rows));
-  std::atomic<bool> is_full{false};
-  const bool is_whole = call.window_columns >= call.num_columns;
-  for_chunks(call, [&](Row& row, int64_t chunk, int64_t first, int64_t end) {
-    int64_t most = kFew;  // what one row of few products writes beyond its end
-    for (int64_t i = first; i < end; ++i)
-      most += std::min(count_products(a, b, a.offsets[i], a.offsets[i + 1]), call.num_columns);
-    Piece& piece = pieces->of[chunk];
-    if (is_full || !piece.map(most, left == nullptr ? 0 : sizeof(Real))) {
-      is_full = true;
-      return;
-    }
-    FewProducts<Real> few;
-    for (int64_t i = first; i < end; ++i) {
-      const int64_t before = piece.count;
-      const int64_t from = a.offsets[i], upto = a.offsets[i + 1];
-      if (mask.offsets == nullptr && count_products(a, b, from, upto) <= kFew) {
-        few.read(a, b, left, right, from, upto);
-        Real* sums = left == nullptr ? nullptr : static_cast<Real*>(piece.values) + before;
-        piece.count += few.take(piece.columns + before, sums);
-      } else if (is_whole) {
-        find_row<true, Index, Real>(call, a, b, mask, i, row, piece);
-      } else {
-        find_row<false, Index, Real>(call, a, b, mask, i, row, piece);
-      }
-      counts[i] = piece.count - before;
-    }
+  const size_t value_bytes = left == nullptr ? 0 : sizeof(Real);
+  int64_t chunk_rows = 0;
+  auto pieces = std::make_unique<Pieces>(count_chunks(call, &chunk_rows));
+  for_chunks(call, [&] {
+    return [&](int64_t chunk, int64_t first, int64_t end) {
+      int64_t most = kFew;  // what one row of few products writes beyond its end
+      for (int64_t i = first; i < end; ++i)
+        most += std::min(count_products(a, b, a.offsets[i], a.offsets[i + 1]), call.num_columns);
+      pieces->of[chunk].most = most;
+    };
   });
-  return is_full ? nullptr : pieces.release();
+  if (!pieces->allocate(value_bytes, call.max_bytes)) return nullptr;
+  const bool is_whole = call.window_columns >= call.num_columns;
+  for_chunks(call, [&] {
+    return [&, row = row_of(call), few = FewProducts<Real>()](int64_t chunk, int64_t first,
+                                                              int64_t end) mutable {
+      Piece& piece = pieces->of[chunk];
+      for (int64_t i = first; i < end; ++i) {
+        const int64_t before = piece.count;
+        const int64_t from = a.offsets[i], upto = a.offsets[i + 1];
+        if (mask.offsets == nullptr && count_products(a, b, from, upto) <= kFew) {
+          few.read(a, b, left, right, from, upto);
+          Real* sums = left == nullptr ? nullptr : static_cast<Real*>(piece.values) + before;
+          piece.count += few.take(piece.columns + before, sums);
+        } else if (is_whole) {
+          find_row<true, Index, Real>(call, a, b, mask, i, row, piece);
+        } else {
+          find_row<false, Index, Real>(call, a, b, mask, i, row, piece);
+        }
+        counts[i] = piece.count - before;
+      }
+    };
+  });
+  return pieces.release();
 }
 
-// Copy columns and values to where `offsets` say, and give back their memory piece by piece, so that
-// both together take no more than the result.
+// Copy columns and values to where `offsets` say, and give back their memory, so that both together
+// take no more than the result.
 template <class Index, class Real>
 void copy_rows(const Product& call, Pieces& pieces, Index* columns) {
   const auto* offsets = static_cast<const Index*>(call.offsets);
-  for_chunks(call, [&](Row&, int64_t chunk, int64_t first, int64_t) {
-    Piece& piece = pieces.of[chunk];
-    std::copy_n(piece.columns, piece.count, columns + offsets[first]);
-    if (call.values != nullptr)
-      std::copy_n(static_cast<Real*>(piece.values), piece.count,
-                  static_cast<Real*>(call.values) + offsets[first]);
-    piece.unmap();
+  for_chunks(call, [&] {
+    return [&](int64_t chunk, int64_t first, int64_t) {
+      const Piece& piece = pieces.of[chunk];
+      std::copy_n(piece.columns, piece.count, columns + offsets[first]);
+      if (call.values != nullptr)
+        std::copy_n(static_cast<const Real*>(piece.values), piece.count,
+                    static_cast<Real*>(call.values) + offsets[first]);
+      pieces.give_back(piece, call.values == nullptr ? 0 : sizeof(Real));
+    };
   });
 }
 
@@ -392,30 +430,39 @@ void multiply_row(const Product& call, const Matrix<Index>& a, const Matrix<Inde
   }
 }
 
+// The same of a row with few products.
+template <class Index, class Real>
+void multiply_few(const Product& call, const Matrix<Index>& a, const Matrix<Index>& b,
+                  const Matrix<Index>& c, int64_t i, FewProducts<Real>& few) {
+  few.read(a, b, static_cast<const Real*>(call.left_values),
+           static_cast<const Real*>(call.right_values), a.offsets[i], a.offsets[i + 1]);
+  few.find(c.columns + c.offsets[i], c.offsets[i + 1] - c.offsets[i]);
+  Real* sums = static_cast<Real*>(call.values) + c.offsets[i];
+  std::fill_n(sums, c.offsets[i + 1] - c.offsets[i], Real{});
+  for (int64_t j = 0; j < few.count; ++j)
+    if (few.ranks[j] >= 0) sums[few.ranks[j]] += few.values[j];
+}
+
 template <class Index, class Real, bool IsMasked>
 void multiply(const Product& call) {
   const auto a = matrix<Index>(call.left_offsets, call.left_columns);
   const auto b = matrix<Index>(call.right_offsets, call.right_columns);
   const auto c = matrix<Index>(call.offsets, call.columns);
   const bool is_whole = call.window_columns >= call.num_columns;
-  for_chunks(call, [&](Row& row, int64_t, int64_t first, int64_t end) {
-    FewProducts<Real> few;
-    for (int64_t i = first; i < end; ++i) {
-      const int64_t from = a.offsets[i], upto = a.offsets[i + 1], length = c.offsets[i + 1] - c.offsets[i];
-      if (length <= kFew && count_products(a, b, from, upto) <= kFew) {
-        few.read(a, b, static_cast<const Real*>(call.left_values),
-                 static_cast<const Real*>(call.right_values), from, upto);
-        few.find(c.columns + c.offsets[i], length);
-        Real* sums = static_cast<Real*>(call.values) + c.offsets[i];
-        std::fill_n(sums, length, Real{});
-        for (int64_t j = 0; j < few.count; ++j)
-          if (few.ranks[j] >= 0) sums[few.ranks[j]] += few.values[j];
-      } else if (is_whole) {
-        multiply_row<Index, Real, IsMasked, true>(call, a, b, c, i, row);
-      } else {
-        multiply_row<Index, Real, IsMasked, false>(call, a, b, c, i, row);
+  for_chunks(call, [&] {
+    return [&, row = row_of(call), few = FewProducts<Real>()](int64_t, int64_t first,
+                                                              int64_t end) mutable {
+      for (int64_t i = first; i < end; ++i) {
+        const int64_t from = a.offsets[i], upto = a.offsets[i + 1];
+        const int64_t length = c.offsets[i + 1] - c.offsets[i];
+        if (length <= kFew && count_products(a, b, from, upto) <= kFew)
+          multiply_few(call, a, b, c, i, few);
+        else if (is_whole)
+          multiply_row<Index, Real, IsMasked, true>(call, a, b, c, i, row);
+        else
+          multiply_row<Index, Real, IsMasked, false>(call, a, b, c, i, row);
       }
-    }
+    };
   });
 }
 
@@ -510,7 +557,7 @@ void differentiate(const Product& call) {
   const std::vector<int64_t> ends = divide_inner(call, a, b);
   std::atomic<int64_t> next{0};
   parallel(static_cast<int>(ends.size()), [&](int, int) {
-    Row row(std::min(call.window_columns, call.num_columns));
+    Row row = row_of(call);
     FewProducts<Real> few;
     for (int64_t part; (part = next.fetch_add(1)) < static_cast<int64_t>(ends.size());) {
       const int64_t k_from = part == 0 ? 0 : ends[part - 1], k_upto = ends[part];
