@@ -19,7 +19,7 @@ from penstock.ops.deform import _operator as deform_operator
 from penstock.ops.deform import _torch as deform_torch
 from penstock.ops.deform import deform_conv2d
 from penstock.ops.deform import triton as deform
-from penstock.ops.deform._shapes import Geometry
+from penstock.ops.deform._shapes import DeformGeometry
 from penstock.ops.deform.triton._bytes import DeformBytes
 from penstock.ops.sparse import _operator as sparse_operator
 from penstock.ops.sparse import _torch as sparse_torch
@@ -116,11 +116,11 @@ CASES = {
     "depthwise": {"channels": 3, "outs": 3, "groups": 3, "offset_groups": 1, "size": [5, 5],
                   "has_bias": False},
     "no padding": {"channels": 5, "outs": 70, "offset_groups": 1, "kernel": (1, 2), "size": [4, 5],
-                   "geometry": Geometry(stride=(2, 1), padding=(0, 0), dilation=(1, 2))},
+                   "geometry": DeformGeometry(stride=(2, 1), padding=(0, 0), dilation=(1, 2))},
 }  # fmt: skip
 
 
-def prepare(name: str, dtype: torch.dtype) -> tuple[list[Tensor | None], Geometry, Tensor]:
+def prepare(name: str, dtype: torch.dtype) -> tuple[list[Tensor | None], DeformGeometry, Tensor]:
     """Return operands as kernels take them, the geometry, and a gradient of the output."""
     case = {**CASE, **CASES[name]}
     x, offset, weight, bias, mask = (

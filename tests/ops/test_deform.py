@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.ops import deform_conv2d
 from penstock.ops.deform import _native, _torch
 from penstock.ops.deform._operator import deform_backward, deform_forward
-from penstock.ops.deform._shapes import Geometry
+from penstock.ops.deform._shapes import DeformGeometry
 
 TOLERANCES = {  # of norms, relative
     torch.float64: 1e-13,
@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn) -> dict:
         "offset_groups": draw(st.sampled_from([g for g in (1, 2, 3, 5) if channels % g == 0])),
         "kernel": kernel,
         "size": size,
-        "geometry": Geometry(
+        "geometry": DeformGeometry(
             stride=draw(st.tuples(st.integers(1, 3), st.integers(1, 3))),
             padding=padding,
             dilation=dilation,
@@ -84,7 +84,7 @@ def operands(case: dict, dtype: torch.dtype = torch.float64) -> list[Tensor | No
     return [None if each is None else each.requires_grad_() for each in given]
 
 
-def define(given: list[Tensor | None], geometry: Geometry) -> Tensor:
+def define(given: list[Tensor | None], geometry: DeformGeometry) -> Tensor:
     """Return the output by its definition: hats of all pixels around each place."""
     x, offset, weight, bias, mask = given
     assert x is not None and offset is not None and weight is not None
@@ -113,7 +113,7 @@ def define(given: list[Tensor | None], geometry: Geometry) -> Tensor:
     return out if bias is None else out + bias[:, None, None]
 
 
-def run(given: list[Tensor | None], geometry: Geometry, **options) -> Tensor:
+def run(given: list[Tensor | None], geometry: DeformGeometry, **options) -> Tensor:
     x, offset, weight, bias, mask = given
     numbers = (geometry.stride, geometry.padding, geometry.dilation)
     return deform_conv2d(x, offset, weight, bias, *numbers, mask, **options)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_values_and_gradients_are_those_of_the_definition(case: dict, path: str)
 
 CASE = {
     "batch": 2, "channels": 40, "outs": 20, "groups": 1, "offset_groups": 2, "kernel": (3, 3),
-    "size": [11, 12], "geometry": Geometry(stride=(1, 2), padding=(1, 1), dilation=(1, 1)),
+    "size": [11, 12], "geometry": DeformGeometry(stride=(1, 2), padding=(1, 1), dilation=(1, 1)),
     "has_mask": True, "has_bias": True, "seed": 1,
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Sums over rows in a fixed order: no atomic additions, and bits that do not depend on threads.
 
-Each tile of rows is summed by one thread or program, and the sums of the tiles are added up in their
-order, in float64. The tiles follow from the shape alone. `rational` sums its gradients so too.
+Each tile of rows is summed by one thread or program, and the sums of the tiles are added up in
+their order, in float64. The tiles follow from the shape alone. `rational` sums gradients so too.
 """
 
 # ruff: noqa: ANN001, ANN202

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.ops._operands import check_dtype, check_together, sum_dtype
 from penstock.ops.deform._operator import deform_forward
-from penstock.ops.deform._shapes import Geometry, count_taps
+from penstock.ops.deform._shapes import DeformGeometry, count_taps
 
 _MOST_PIXELS = 2**31 - 2  # of an image, whose pixels have numbers of 32 bits
 
@@ -64,11 +64,24 @@ def deform_conv2d(
         TypeError: Dtypes differ or are not supported.
         ValueError: A shape, a device or a number does not fit.
     """
-    geometry = Geometry(
+    geometry = DeformGeometry(
         stride=_as_pair("stride", stride, 1),
         padding=_as_pair("padding", padding, 0),
         dilation=_as_pair("dilation", dilation, 1),
     )
+    return _convolve(input, offset, weight, bias, mask, geometry, bound, square)
+
+
+def _convolve(
+    input: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    geometry: DeformGeometry,
+    bound: float | None,
+    square: bool,
+) -> Tensor:
     input, weight, bias = _cast(input, weight, bias)
     _check_dtypes(input, weight, bias, offset, mask)
     _check_shapes(input, weight, bias, geometry)
@@ -122,7 +135,9 @@ def _check_dtypes(
     check_together(input=input, **given)
 
 
-def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> None:
+def _check_shapes(
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: DeformGeometry
+) -> None:
     shapes = f"input and weight have the shapes {tuple(input.shape)} and {tuple(weight.shape)}"
     if input.dim() != 4 or weight.dim() != 4:
         raise ValueError(f"{shapes}, but must have (B, C, H, W) and (O, C / groups, kh, kw)")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library, to_struct
 from penstock.ops._operands import KINDS, sum_dtype
-from penstock.ops.deform._shapes import Geometry, count_offset_groups
+from penstock.ops.deform._shapes import DeformGeometry, count_offset_groups
 
 _FILES = ("samples.cpp", "forward.cpp", "backward.cpp")
 _LEAST_TASKS, _BLOCK_CHANNELS = 8, 32
@@ -30,11 +30,11 @@ def forward(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    geometry: Geometry,
+    geometry: DeformGeometry,
 ) -> Tensor:
     """Return the output as `_torch.forward` does."""
     out = x.new_empty(len(x), len(weight), *geometry.out_size(x, weight))
-    _run(_Call.of(x, offset, weight, bias, mask, out, geometry))
+    _run(_DeformCall.of(x, offset, weight, bias, mask, out, geometry))
     return out
 
 
@@ -45,7 +45,7 @@ def backward(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    geometry: Geometry,
+    geometry: DeformGeometry,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients as `_torch.backward` does."""
     dtype = sum_dtype(x.dtype)
@@ -57,7 +57,7 @@ def backward(
     dmask = None if mask is None else torch.zeros(mask.shape, dtype=dtype)
     dweight = torch.zeros((parts, *weight.shape), dtype=dtype)
     dbias = None if bias is None else torch.zeros((parts, *bias.shape), dtype=dtype)
-    call = _Call.of(x, offset, weight, bias, mask, dout.contiguous(), geometry)
+    call = _DeformCall.of(x, offset, weight, bias, mask, dout.contiguous(), geometry)
     _run(
         dataclasses.replace(
             call,
@@ -86,7 +86,7 @@ def _add_parts(parts: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
+class _DeformCall:
     """`struct Call` of `samples.cpp`."""
 
     x: Tensor
@@ -130,8 +130,8 @@ class _Call:
         bias: Tensor | None,
         mask: Tensor | None,
         out: Tensor,
-        geometry: Geometry,
-    ) -> _Call:
+        geometry: DeformGeometry,
+    ) -> _DeformCall:
         """Return a call without gradients."""
         offset_groups = count_offset_groups(offset, weight)
         dtype = sum_dtype(x.dtype)
@@ -163,7 +163,7 @@ class _Call:
         )
 
 
-def _run(call: _Call) -> None:
+def _run(call: _DeformCall) -> None:
     library = _library()
     assert library is not None, "there is a path without the library"
     if call.out.numel() > 0:

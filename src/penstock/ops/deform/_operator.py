@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from penstock.codegen import name_kernels
 from penstock.ops._operands import sum_dtype
 from penstock.ops.deform import _native, _torch
-from penstock.ops.deform._shapes import Geometry
+from penstock.ops.deform._shapes import DeformGeometry
 
 
 def kernels_for(x: Tensor) -> ModuleType:
@@ -37,7 +37,7 @@ def deform_forward(
 ) -> Tensor:
     """Return the output, as `_torch.forward` says."""
     offset, mask = _to_sums(x, offset, mask)
-    return kernels_for(x).forward(x, offset, weight, bias, mask, Geometry.of(geometry))
+    return kernels_for(x).forward(x, offset, weight, bias, mask, DeformGeometry.of(geometry))
 
 
 @torch.library.custom_op("penstock::deform_backward", mutates_args=())
@@ -53,7 +53,9 @@ def deform_backward(
     """Return the gradients of x, offset, weight, and of bias and mask where there are such."""
     given = (x, offset, weight, bias, mask)
     offset, mask = _to_sums(x, offset, mask)
-    grads = kernels_for(x).backward(dout, x, offset, weight, bias, mask, Geometry.of(geometry))
+    grads = kernels_for(x).backward(
+        dout, x, offset, weight, bias, mask, DeformGeometry.of(geometry)
+    )
     return [
         grad.to(each.dtype)
         for grad, each in zip(grads, given, strict=True)
@@ -68,7 +70,9 @@ def _to_sums(x: Tensor, offset: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
 
 @deform_forward.register_fake
 def _(x, offset, weight, bias, mask, geometry):
-    return x.new_empty(x.shape[0], weight.shape[0], *Geometry.of(geometry).out_size(x, weight))
+    return x.new_empty(
+        x.shape[0], weight.shape[0], *DeformGeometry.of(geometry).out_size(x, weight)
+    )
 
 
 @deform_backward.register_fake

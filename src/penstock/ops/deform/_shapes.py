@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Geometry:
+class DeformGeometry:
     """Numbers of a call; those of two dimensions are of y and of x.
 
     Attributes:
@@ -22,7 +22,7 @@ class Geometry:
     dilation: tuple[int, int]
 
     @classmethod
-    def of(cls, numbers: list[int]) -> Geometry:
+    def of(cls, numbers: list[int]) -> DeformGeometry:
         """Return the geometry of its six numbers."""
         sy, sx, py, px, dy, dx = numbers
         return cls(stride=(sy, sx), padding=(py, px), dilation=(dy, dx))

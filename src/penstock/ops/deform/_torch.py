@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops._operands import sum_dtype
-from penstock.ops.deform._shapes import Geometry, count_offset_groups, count_taps
+from penstock.ops.deform._shapes import DeformGeometry, count_offset_groups, count_taps
 
 _BAND_PIXELS = 256
 
@@ -24,7 +24,7 @@ def forward(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    geometry: Geometry,
+    geometry: DeformGeometry,
 ) -> Tensor:
     """Return the output, `(B, O, Ho, Wo)`, of the dtype of x, as `deform_conv2d` says.
 
@@ -55,7 +55,7 @@ def backward(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    geometry: Geometry,
+    geometry: DeformGeometry,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, in its dtype, and of all others in the dtype of sums."""
     dtype, taps = sum_dtype(x.dtype), count_taps(weight)
@@ -123,7 +123,7 @@ def convolve(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    geometry: Geometry,
+    geometry: DeformGeometry,
     first_row: int = 0,
 ) -> Tensor:
     """Return some rows of the output of one image, `(O, rows, Wo)`, with gradients by autograd.
@@ -179,7 +179,7 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: Tensor, offset: Tensor, weight: Tensor, geometry: Geometry, first_row: int
+        cls, x: Tensor, offset: Tensor, weight: Tensor, geometry: DeformGeometry, first_row: int
     ) -> _Places:
         """Return the places of rows of the output, as `convolve` has them."""
         taps, groups = count_taps(weight), count_offset_groups(offset[None], weight)

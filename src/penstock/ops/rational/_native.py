@@ -41,7 +41,7 @@ def backward(
     sums = torch.empty(len(numerator), num_powers + num_roots, dtype=torch.float64)
     _call(x, numerator, denominator, dx, dy=dy.contiguous(), sums=sums)
     of_numerator, of_denominator = sums.to(numerator.dtype).split([num_powers, num_roots], 1)
-    return dx, of_numerator.contiguous(), of_denominator.contiguous()
+    return dx, of_numerator.clone(), of_denominator.clone()  # results of operators are no views
 
 
 def _call(

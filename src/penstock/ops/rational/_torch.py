@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from penstock.ops._columns import choose_tile_rows
-from penstock.ops._operands import sum_dtype
 
 
 def evaluate(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -61,20 +60,44 @@ def backward(
         denominator: Coefficients b.
     """
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    coefficients = numerator.detach(), denominator.detach()
-    sums = [torch.zeros_like(each, dtype=torch.float64) for each in coefficients]
-    for first, tile in _tiles_of(x.detach()):
+    sums = [torch.zeros_like(each, dtype=torch.float64) for each in (numerator, denominator)]
+    for first, tile in _tiles_of(x):
         end = first + len(tile)
-        inputs = [each.requires_grad_() for each in (tile.to(sum_dtype(x.dtype)), *coefficients)]
-        inputs = [each.detach().requires_grad_() for each in inputs]
-        with torch.enable_grad():
-            y = evaluate(*inputs)
-        found = torch.autograd.grad(y, inputs, dy[first:end].to(y.dtype), allow_unused=True)
-        dx[first:end] = found[0]
-        for total, each in zip(sums, found[1:], strict=True):
-            if each is not None:
-                total += each
+        dx[first:end], *found = _differentiate(dy[first:end], tile, numerator, denominator)
+        for total, each in zip(sums, found, strict=True):
+            total += each
     return dx, sums[0].to(numerator.dtype), sums[1].to(denominator.dtype)
+
+
+def _differentiate(
+    dy: Tensor, x: Tensor, numerator: Tensor, denominator: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of one tile.
+
+    dx   = g (P' - y sgn(x) Q') / Q
+    da_i = sum g x^i / Q            db_j = -sgn(b_j) sum g y |x|^j / Q
+    """
+    shape = (len(numerator), x.shape[1] // len(numerator))
+    of_x, of_dy = (each.to(numerator.dtype).unflatten(1, shape) for each in (x, dy))
+    of_q = torch.cat([torch.ones_like(numerator[:, :1]), denominator.abs()], 1)
+    size = of_x.abs()
+    q, dq = _polynomial(size, of_q), _polynomial(size, _differentiate_powers(of_q))
+    y = _polynomial(of_x, numerator) / q
+    dp = _polynomial(of_x, _differentiate_powers(numerator))
+    term = of_dy / q
+    by_power = [(term * of_x**i).sum((0, 2)) for i in range(numerator.shape[1])]
+    by_root = [-(term * y * size**j).sum((0, 2)) for j in range(denominator.shape[1] + 1)]
+    of_roots = torch.stack(by_root, 1)[:, 1:] * denominator.sign()
+    dx = term * (dp - y * of_x.sign() * dq)
+    return dx.reshape(x.shape), torch.stack(by_power, 1), of_roots
+
+
+def _differentiate_powers(coefficients: Tensor) -> Tensor:
+    """Return the coefficients of a polynomial's derivative; at least one, which may be 0."""
+    if coefficients.shape[1] == 1:
+        return torch.zeros_like(coefficients)
+    powers = torch.arange(1, coefficients.shape[1], device=coefficients.device)
+    return coefficients[:, 1:] * powers
 
 
 def _tiles_of(x: Tensor) -> list[tuple[int, Tensor]]:

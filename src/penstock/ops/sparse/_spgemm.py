@@ -57,21 +57,7 @@ def spgemm(
         ValueError: Shapes or devices do not fit, indices are malformed, `pattern` is of other
             operands, or the result has more entries than indices of 32 bits can count.
     """
-    (left, left_values), (right, right_values) = _read_both(a, b)
-    if pattern is None:
-        call = _Indices.of(left, right, mask, max_bytes)
-        dtype = sum_dtype(a.dtype)
-        offsets, columns, values = spgemm_product(
-            call.left.sum_values(left_values.to(dtype)),
-            call.right.sum_values(right_values.to(dtype)),
-            *(call.tensors, right.num_columns, call.max_bytes),
-        )
-        result = Rows(offsets, columns, left.num_rows, right.num_columns)
-        return _assemble(result, values.to(a.dtype), a.layout)
-    if mask is not None:
-        raise ValueError("pattern has its mask in it: pass mask to product_pattern instead")
-    pattern.require(left, right)
-    return _assemble(pattern.result, pattern.multiply(left_values, right_values), a.layout)
+    return _multiply(a, b, mask, pattern, max_bytes)
 
 
 def product_pattern(
@@ -188,8 +174,32 @@ class ProductPattern:
         return self.left, self.right, self.result
 
 
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    mask: Tensor | None,
+    pattern: ProductPattern | None,
+    max_bytes: int | str | None,
+) -> Tensor:
+    (left, left_values), (right, right_values) = _read_both(a, b)
+    if pattern is None:
+        call = _CallPatterns.of(left, right, mask, max_bytes)
+        dtype = sum_dtype(a.dtype)
+        offsets, columns, values = spgemm_product(
+            call.left.sum_values(left_values.to(dtype)),
+            call.right.sum_values(right_values.to(dtype)),
+            *(call.tensors, right.num_columns, call.max_bytes),
+        )
+        result = Rows(offsets, columns, left.num_rows, right.num_columns)
+        return _assemble(result, values.to(a.dtype), a.layout)
+    if mask is not None:
+        raise ValueError("pattern has its mask in it: pass mask to product_pattern instead")
+    pattern.require(left, right)
+    return _assemble(pattern.result, pattern.multiply(left_values, right_values), a.layout)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Indices:
+class _CallPatterns:
     """Patterns of the operands and perhaps of a mask, with indices of one dtype, and a budget."""
 
     left: Rows
@@ -200,7 +210,7 @@ class _Indices:
     @classmethod
     def of(
         cls, left: Rows, right: Rows, mask: Tensor | None, max_bytes: int | str | None
-    ) -> _Indices:
+    ) -> _CallPatterns:
         """Return the patterns of a call."""
         budget = _DEFAULT_BYTES if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         if budget < 1:
@@ -221,7 +231,7 @@ class _Indices:
 def _find(
     left: Rows, right: Rows, mask: Tensor | None, max_bytes: int | str | None
 ) -> ProductPattern:
-    call = _Indices.of(left, right, mask, max_bytes)
+    call = _CallPatterns.of(left, right, mask, max_bytes)
     offsets, columns = spgemm_pattern(call.tensors, right.num_columns, call.max_bytes)
     result = Rows(offsets.to(columns.dtype), columns, left.num_rows, right.num_columns)
     return ProductPattern(call.left, call.right, result, mask is not None, call.max_bytes)

@@ -1,4 +1,4 @@
-"""Geometry of windows: kernel, stride, padding and dilation, and the places that follow from them."""
+"""Geometry of windows: kernel, stride, padding and dilation, and the places that follow."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class Windows(NamedTuple):
 
 
 def _read_pair(name: str, value: Pair, is_positive: bool) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
+    pair = value if isinstance(value, Sequence) else (value, value)
     if len(pair) != 2 or not all(isinstance(each, int) for each in pair):
         raise TypeError(f"{name} is {value!r}, but must be an int or a pair of them")
     if min(pair) < is_positive:
         raise ValueError(f"{name} is {value!r}, but must be at least {int(is_positive)}")
-    return pair
+    return pair[0], pair[1]

@@ -15,8 +15,8 @@ from penstock.ops.windows._local import local_conv2d
 class LocalConv2d(torch.nn.Module):
     """A locally connected layer: a convolution whose filters depend on the position.
 
-    Weights have torch's shape, and lie in memory in the order in which windows pass: all of a row of
-    positions together, each weight along the row. Gradients and optimizer states lie as they do.
+    Weights have torch's shape, and lie in memory in the order in which windows pass: all of a row
+    of positions together, each weight along the row. Gradients and optimizer states lie as they do.
     State dicts hold them contiguous.
 
     Example:

@@ -72,7 +72,7 @@ def multiply(x: Tensor, weight: Tensor, windows: Windows, groups: int) -> Tensor
 def differentiate_input(
     dy: Tensor, weight: Tensor, windows: Windows, groups: int, size: Sequence[int]
 ) -> Tensor:
-    """Return the gradient of images, contiguous; `size` is theirs, and all else as in `multiply`."""
+    """Return the gradient of images, contiguous; `size` is theirs, all else as in `multiply`."""
     channels = weight.shape[1] * groups if groups else dy.shape[1]
     sums = _new_sums(dy, channels, windows, *size)
     equation = "ngoj,gocfkj->ngcjfk" if groups else "ngcj,ngfkj->ngcjfk"

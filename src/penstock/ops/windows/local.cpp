@@ -344,7 +344,7 @@ template <class Real>
 void filter(const FilterCall& call, Pass pass) {
   const Geometry& g = call.geometry;
   const int64_t samples = pass == Pass::kWeight ? call.batch : Filter<Real, Real>::kBatch;
-  const int64_t num_pieces = divide_up(call.batch, std::max<int64_t>(1, samples));
+  const int64_t num_pieces = pass == Pass::kWeight ? 1 : divide_up(call.batch, samples);
   const int64_t num_rows = pass == Pass::kInput ? g.height : g.out_height;
   const int64_t band = choose_band<Real>(call, num_rows, std::min(samples, call.batch),
                                          call.instances * num_pieces);

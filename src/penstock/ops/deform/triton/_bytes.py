@@ -23,8 +23,8 @@ import functools
 from torch import Tensor
 
 from penstock.codegen import ByteCount
-from penstock.ops.deform._shapes import Geometry
-from penstock.ops.deform.triton._launch import Operands, Sizes, sizes_of, sort_corners
+from penstock.ops.deform._shapes import DeformGeometry
+from penstock.ops.deform.triton._launch import DeformOperands, DeformSizes, sizes_of, sort_corners
 
 _WORD = 4  # bytes of a float32 and of an int32
 
@@ -48,7 +48,7 @@ class DeformBytes:
     weight: Tensor
     bias: Tensor | None
     mask: Tensor | None
-    geometry: Geometry
+    geometry: DeformGeometry
     num_windows: int = 1
 
     def forward(self) -> ByteCount:
@@ -92,14 +92,16 @@ class DeformBytes:
         return entries + self._corner_bytes + windows * (lists + self._plane_bytes)
 
     @functools.cached_property
-    def _sizes(self) -> Sizes:
+    def _sizes(self) -> DeformSizes:
         given = (self.x, self.offset, self.weight, self.bias, self.mask, self.geometry)
         return sizes_of(*given)
 
     @functools.cached_property
     def _corners(self) -> int:
         """Corners inside of the images, of all places."""
-        operands = Operands(self.x, self.offset, self.offset if self.mask is None else self.mask)
+        operands = DeformOperands(
+            self.x, self.offset, self.offset if self.mask is None else self.mask
+        )
         windows = [(image, 0, self._pixels) for image in range(len(self.x))]
         return sum(int(sort_corners(operands, self._sizes, each)[0][-1]) for each in windows)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.codegen import Run, TritonLaunch, launch, use_device
-from penstock.ops.deform._shapes import Geometry, count_offset_groups, count_taps
+from penstock.ops.deform._shapes import DeformGeometry, count_offset_groups, count_taps
 from penstock.ops.deform.triton import _kernels
 
 _WINDOW_BYTES = 32 * 2**20  # of the columns' gradients
@@ -24,7 +24,7 @@ _LEAST_TILE = 16  # of a matrix that tensor cores multiply
 _PARTS = 8
 
 
-class Operands(NamedTuple):
+class DeformOperands(NamedTuple):
     """What columns are sampled from; without a mask it is not read."""
 
     x: Tensor
@@ -32,7 +32,7 @@ class Operands(NamedTuple):
     mask: Tensor
 
 
-class Sizes(NamedTuple):
+class DeformSizes(NamedTuple):
     """Constants of the kernels; each is a `tl.constexpr`.
 
     `of_group` and `of_offset` are the channels of a group of weights and of offsets, and `segment`
@@ -75,15 +75,15 @@ def sizes_of(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    geometry: Geometry,
-) -> Sizes:
+    geometry: DeformGeometry,
+) -> DeformSizes:
     """Return the constants of a call as plain numbers."""
     of_group, offset_groups = weight.shape[1], count_offset_groups(offset, weight)
     of_offset = x.shape[1] // offset_groups
     segment = math.gcd(of_group, of_offset)
     outs_of_group = len(weight) * of_group // x.shape[1]
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return Sizes(
+    return DeformSizes(
         *x.shape,
         outs=len(weight),
         outs_of_group=outs_of_group,
@@ -112,8 +112,8 @@ def _ceil_power(number: int) -> int:
     return max(_LEAST_TILE, 1 << (number - 1).bit_length())
 
 
-def _as_constants(sizes: Sizes) -> Sizes:
-    return Sizes(*(tl.constexpr(each) for each in sizes))
+def _as_constants(sizes: DeformSizes) -> DeformSizes:
+    return DeformSizes(*(tl.constexpr(each) for each in sizes))
 
 
 def forward(
@@ -122,7 +122,7 @@ def forward(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    geometry: Geometry,
+    geometry: DeformGeometry,
     *,
     run: Run = launch,
 ) -> Tensor:
@@ -154,7 +154,7 @@ def backward(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    geometry: Geometry,
+    geometry: DeformGeometry,
     *,
     run: Run = launch,
     window_bytes: int = _WINDOW_BYTES,
@@ -187,7 +187,7 @@ def backward(
 
 
 def _differentiate_weights(
-    operands: Operands, dout: Tensor, weight: Tensor, sizes: Sizes, run: Run
+    operands: DeformOperands, dout: Tensor, weight: Tensor, sizes: DeformSizes, run: Run
 ) -> Tensor:
     parts = torch.zeros((sizes.parts, *weight.shape), dtype=torch.float32, device=weight.device)
     out_tiles = -(-sizes.outs_of_group // sizes.tile_outs)
@@ -207,7 +207,7 @@ def _differentiate_weights(
 
 
 def _multiply_window(
-    dout: Tensor, weight: Tensor, sizes: Sizes, window: tuple[int, int, int]
+    dout: Tensor, weight: Tensor, sizes: DeformSizes, window: tuple[int, int, int]
 ) -> Tensor:
     """Return the gradients of columns, `(pixels, groups, taps, channels of a group)`."""
     image, first, end = window
@@ -219,12 +219,12 @@ def _multiply_window(
 
 
 def _run_window(
-    operands: Operands,
+    operands: DeformOperands,
     dcolumns: Tensor,
     doffset: Tensor,
     dmask: Tensor | None,
     dx: Tensor,
-    sizes: Sizes,
+    sizes: DeformSizes,
     window: tuple[int, int, int],
     run: Run,
 ) -> None:
@@ -253,7 +253,7 @@ def _run_window(
 
 
 def sort_corners(
-    operands: Operands, sizes: Sizes, window: tuple[int, int, int]
+    operands: DeformOperands, sizes: DeformSizes, window: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each offset group and pixel of the input the columns that have a corner there.
 
@@ -265,12 +265,7 @@ def sort_corners(
     groups, taps = sizes.offset_groups, sizes.taps
     device = operands.x.device
     pixel, tap = torch.arange(first, end, device=device), torch.arange(taps, device=device)
-    tap_y, tap_x = tap // sizes.kernel_width, tap % sizes.kernel_width
-    moved = operands.offset[image].flatten(1)[:, first:end].unflatten(0, (groups, taps, 2))
-    y = pixel // sizes.out_width * sizes.stride_y - sizes.padding_y
-    x = pixel % sizes.out_width * sizes.stride_x - sizes.padding_x
-    y = (y + (tap_y * sizes.dilation_y)[:, None]) + moved[:, :, 0]
-    x = (x + (tap_x * sizes.dilation_x)[:, None]) + moved[:, :, 1]
+    y, x = _find_places(operands, sizes, image, pixel, tap)
     is_near = (y > -2) & (y < sizes.height + 1) & (x > -2) & (x < sizes.width + 1)
     y, x = y.where(is_near, -2.0), x.where(is_near, -2.0)
     top, left = y.floor(), x.floor()
@@ -296,6 +291,20 @@ def sort_corners(
     return offsets, rows[order].int(), torch.cat(factors)[order]
 
 
-def _operands(x: Tensor, offset: Tensor, mask: Tensor | None) -> Operands:
+def _find_places(
+    operands: DeformOperands, sizes: DeformSizes, image: int, pixel: Tensor, tap: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return y and x of taps at pixels of the output, `(offset groups, taps, pixels)`."""
+    tap_y, tap_x = tap // sizes.kernel_width, tap % sizes.kernel_width
+    moved = operands.offset[image].flatten(1)[:, pixel]
+    moved = moved.unflatten(0, (sizes.offset_groups, sizes.taps, 2))
+    y = pixel // sizes.out_width * sizes.stride_y - sizes.padding_y
+    x = pixel % sizes.out_width * sizes.stride_x - sizes.padding_x
+    y = (y + (tap_y * sizes.dilation_y)[:, None]) + moved[:, :, 0]
+    x = (x + (tap_x * sizes.dilation_x)[:, None]) + moved[:, :, 1]
+    return y, x
+
+
+def _operands(x: Tensor, offset: Tensor, mask: Tensor | None) -> DeformOperands:
     offset = offset.contiguous()
-    return Operands(x.contiguous(), offset, offset if mask is None else mask.contiguous())
+    return DeformOperands(x.contiguous(), offset, offset if mask is None else mask.contiguous())

@@ -31,7 +31,7 @@ class Lists(NamedTuple):
     values: Tensor
 
 
-class Table(NamedTuple):
+class SampledTable(NamedTuple):
     """Numbers by row, with sorted columns."""
 
     offsets: Tensor
@@ -39,7 +39,7 @@ class Table(NamedTuple):
     values: Tensor
 
 
-class Sizes(NamedTuple):
+class SamplingSizes(NamedTuple):
     """Constants of the kernel; each is a `tl.constexpr`.
 
     Attributes:
@@ -69,7 +69,7 @@ class Sampling:
 
     pattern: Rows
     lists: Lists
-    table: Table
+    table: SampledTable
     is_by_column: bool
     has_order: bool
 
@@ -83,7 +83,7 @@ class Sampling:
         """Return the values of the entries."""
         out = self.lists.values.new_empty(len(self.pattern.columns))
         rows = rows_of(self.pattern).to(self.pattern.columns.dtype)
-        sizes = Sizes(_BLOCK, self.steps, self.is_by_column, self.has_order)
+        sizes = SamplingSizes(_BLOCK, self.steps, self.is_by_column, self.has_order)
         entries = Entries(rows, self.pattern.columns)
         with use_device(out.device):
             run(
@@ -92,7 +92,7 @@ class Sampling:
                     grid=(-(-len(out) // _BLOCK),),
                     arguments=(
                         *(entries, self.lists, self.table, out, len(out)),
-                        Sizes(*(tl.constexpr(each) for each in sizes)),
+                        SamplingSizes(*(tl.constexpr(each) for each in sizes)),
                     ),
                 )
             )
@@ -104,7 +104,7 @@ def plan_values(
 ) -> Sampling:
     """Return the sampling of the values of a product."""
     lists = Lists(left.offsets, left.columns, left.columns, left_values.contiguous())
-    table = Table(right.offsets, right.columns, right_values.contiguous())
+    table = SampledTable(right.offsets, right.columns, right_values.contiguous())
     return Sampling(result, lists, table, is_by_column=False, has_order=False)
 
 
@@ -117,7 +117,7 @@ def plan_gradients(
     right_values: Tensor,
 ) -> tuple[Sampling, Sampling]:
     """Return the samplings of the gradients of both operands."""
-    table = Table(result.offsets, result.columns, dvalues.contiguous())
+    table = SampledTable(result.offsets, result.columns, dvalues.contiguous())
     lists = Lists(right.offsets, right.columns, right.columns, right_values.contiguous())
     order = left.columns.argsort(stable=True)
     dtype = left.columns.dtype
