@@ -2,9 +2,9 @@
 
 Cases `forward` multiply a matrix by itself: random patterns of 1 to 100 entries a row, and the
 graphs of $PENSTOCK_DATA, of which dense ones give some rows only. torch's rows come unsorted, ours
-sorted. Cases `step` are forward and backward from a gradient in the result's pattern; torch has `@` on CSR,
-whose gradient is filled in. Cases `peak` run in a process of their own: the growth of its peak over
-the operands, held against the bytes of the result and of the workspace.
+sorted. Cases `step` are forward and backward from a gradient in the result's pattern; torch has `@`
+on CSR, whose gradient is filled in. Cases `peak` run in a process of their own: the growth of its
+peak over the operands, held against the bytes of the result and of the workspace.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ def spgemm(
 
         c_ij = sum_k a_ik b_kj        dA_ik = sum_j dC_ij b_kj        dB_kj = sum_i a_ik dC_ij
 
-    Rows are multiplied as by Gustavson (1978), with the columns of a row in a fast memory of the
-    size that a budget allows, after SMASH (arXiv:2105.14156, section III). Sums have a fixed order:
-    bits do not depend on the run or on the number of threads.
+    Rows are multiplied as by Gustavson (1978), each in a workspace that a budget holds (SMASH,
+    arXiv:2105.14156, section III). Bits do not depend on the run or on the number of threads.
 
     Example:
         >>> a = torch.eye(3).to_sparse_csr().requires_grad_()
@@ -44,8 +43,7 @@ def spgemm(
         mask: `(m, n)`, sparse: entries of the product outside of its pattern are not computed.
         pattern: Of this product, by `product_pattern`: the columns of the result are not looked for
             again.
-        max_bytes: Of the workspace beside operands and result; None for 64 MiB. The least is a row
-            of the result.
+        max_bytes: Of the workspace, which holds a row of the result at least; None for 64 MiB.
 
     Returns:
         `(m, n)`, in CSR with sorted columns, or in COO where `a` is. An entry is stored where

@@ -188,7 +188,9 @@ def differentiate_weights(call, dout, dweight, s):
     offset_group = (weight_group * s.of_group + start) // s.of_offset
     part = tl.program_id(2)
     sums = tl.zeros([s.tile_outs, s.tile_channels], tl.float32)
-    for image in range(part * s.batch // s.parts, (part + 1) * s.batch // s.parts):
+    begin, end = part * s.batch // s.parts, (part + 1) * s.batch // s.parts
+    for step in range(end - begin):
+        image = begin + step
         for first in range(0, num_pixels, s.tile_pixels):
             pixel = first + tl.arange(0, s.tile_pixels)
             is_pixel = pixel < num_pixels
