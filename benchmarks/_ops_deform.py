@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _ops_spgemm import ratio_of, read_status, time_arms
+from _ops_arms import TOPIC, peak_growth, time_arms
+from _ops_spgemm import ratio_of
 from _rows import BenchmarkRow, Environment, Limit
 from penstock.ops import deform_conv2d
 
@@ -123,7 +124,7 @@ def step_rows(
         is_held = arm == OURS and ratio is not None
         yield BenchmarkRow.of(
             seconds,
-            topic="ops",
+            topic=TOPIC,
             case=f"deform step: {case}",
             arm=arm,
             limit=limit if is_held else None,
@@ -153,13 +154,13 @@ def measure_peak(case: Case, arm: str) -> tuple[float, int, int, int]:
     small, small_dout = draw_operands(Case(1, 32, 8), "cpu")
     run_step(function, small, small_dout)  # what is loaded once
     given, dout = draw_operands(case, "cpu")
-    Path("/proc/self/clear_refs").write_text("5")
-    before, start = read_status("VmRSS"), time.perf_counter()
-    results = run_step(function, given, dout)
+    results: list[Tensor] = []
+    start = time.perf_counter()
+    grown = peak_growth(lambda: results.extend(run_step(function, given, dout)), "cpu")
     seconds = time.perf_counter() - start
     kept = sum(each.numel() * each.element_size() for each in results)
     operands = sum(each.numel() * each.element_size() for each in [*given, dout])
-    return seconds, read_status("VmHWM") - before, kept, operands
+    return seconds, grown, kept, operands
 
 
 def peak_rows(case: Case, where: Environment) -> Iterator[BenchmarkRow]:
@@ -182,7 +183,7 @@ def peak_rows(case: Case, where: Environment) -> Iterator[BenchmarkRow]:
             extra["share_of_whole_peak"] = (grown + operands) / (theirs + operands)
         yield BenchmarkRow.of(
             [seconds],
-            topic="ops",
+            topic=TOPIC,
             case=f"deform peak: {case}",
             arm=arm,
             peak_bytes={"device": grown},

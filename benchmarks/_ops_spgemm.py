@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from _ops_arms import TOPIC, peak_growth, time_arms
 from _rows import BenchmarkRow, Environment, Limit
 from penstock.ops import product_pattern, spgemm
 
@@ -102,24 +102,6 @@ def forward_cases() -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]
         yield label, make
 
 
-def time_arms(
-    arms: dict[str, Callable[[], Any]], rounds: int, device: str
-) -> dict[str, list[float]]:
-    """Return the seconds of each arm in each round; the order alternates."""
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    for number in range(-1, rounds):  # the first is to warm up
-        for arm in list(arms) if number % 2 == 0 else reversed(arms):
-            if device != "cpu":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            arms[arm]()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            if number >= 0:
-                times[arm].append(time.perf_counter() - start)
-    return times
-
-
 def forward_rows(
     case: str, a: Tensor, b: Tensor, options: argparse.Namespace, where: Environment
 ) -> Iterator[BenchmarkRow]:
@@ -147,7 +129,7 @@ def forward_rows(
         is_held = arm == OURS
         yield BenchmarkRow.of(
             seconds,
-            topic="ops",
+            topic=TOPIC,
             case=f"spgemm {case}",
             arm=arm,
             limit=Limit(name=f"{LEAST_CELL} x the speed of {TORCH}", value=LEAST_CELL, unit="1")
@@ -210,7 +192,7 @@ def step_rows(
         ratio = ratio_of(times[FILLED], seconds)
         yield BenchmarkRow.of(
             seconds,
-            topic="ops",
+            topic=TOPIC,
             case=f"spgemm step: {num_rows} rows of {per_row}",
             arm=arm,
             limit=limit if arm == STEP else None,
@@ -228,22 +210,12 @@ def measure_peak() -> tuple[float, int, int]:
     """Return seconds, growth of this process's peak, and bytes of the result and the workspace."""
     a = draw(*PEAK)
     spgemm(draw(1000, 3), draw(1000, 3))  # what is loaded once
-    Path("/proc/self/clear_refs").write_text("5")
-    before = read_status("VmRSS")
+    results: list[Tensor] = []
     start = time.perf_counter()
-    c = spgemm(a, a, max_bytes=WINDOW_BYTES)
-    seconds = time.perf_counter() - start
-    grown = read_status("VmHWM") - before
+    grown = peak_growth(lambda: results.append(spgemm(a, a, max_bytes=WINDOW_BYTES)), "cpu")
+    seconds, (c,) = time.perf_counter() - start, results
     parts = (c.crow_indices(), c.col_indices(), c.values())
     return seconds, grown, sum(each.numel() * each.element_size() for each in parts)
-
-
-def read_status(name: str) -> int:
-    """Return a number of bytes that Linux has of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def peak_row(where: Environment) -> BenchmarkRow:
@@ -255,7 +227,7 @@ def peak_row(where: Environment) -> BenchmarkRow:
     bound = result + WINDOW_BYTES
     return BenchmarkRow.of(
         [seconds],
-        topic="ops",
+        topic=TOPIC,
         case=f"spgemm peak: {PEAK[0]} rows of {PEAK[1]}",
         arm=OURS,
         peak_bytes={"device": grown},

@@ -59,9 +59,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, in its dtype, and of all others in the dtype of sums."""
     dtype, taps = sum_dtype(x.dtype), count_taps(weight)
-    dx, doffset, dweight = (torch.zeros_like(each, dtype=dtype) for each in (x, offset, weight))
-    dbias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
-    dmask = None if mask is None else torch.zeros_like(mask, dtype=dtype)
+
+    def zeros(of: Tensor) -> Tensor:  # together, whatever the strides of the operand are
+        return torch.zeros(of.shape, dtype=dtype, device=of.device)
+
+    dx, doffset, dweight = zeros(x), zeros(offset), zeros(weight)
+    dbias = None if bias is None else zeros(bias)
+    dmask = None if mask is None else zeros(mask)
     of_weights = x.shape[1] // weight.shape[1]
     weights = weight.to(dtype).flatten(1).unflatten(0, (of_weights, -1))
     for image, rows in _bands(dout):
@@ -101,7 +105,7 @@ def _differentiate_band(
     groups, taps = places.y.shape[:2]
     given = dcolumns.view(groups, -1, *places.y.shape[1:])
     factor = given.new_ones(()) if mask is None else mask.unflatten(0, (groups, 1, taps))
-    flat, dflat = x.view(groups, -1, x[0].numel()), dx.view(groups, -1, x[0].numel())
+    flat, dflat = x.reshape(groups, -1, x[0].numel()), dx.view(groups, -1, x[0].numel())
     value, dy, dright = (torch.zeros_like(given) for _ in range(3))
     for corner in places.corners(x.shape[1:]):
         pixels = corner.gather(flat)
