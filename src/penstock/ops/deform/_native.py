@@ -85,7 +85,7 @@ def _add_parts(parts: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else parts[0].clone()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _DeformCall:
     """`struct Call` of `samples.cpp`."""
 
@@ -95,11 +95,11 @@ class _DeformCall:
     weight: Tensor
     bias: Tensor | None
     out: Tensor
-    dx: Tensor | None
-    doffset: Tensor | None
-    dmask: Tensor | None
-    dweight: Tensor | None
-    dbias: Tensor | None
+    dx: Tensor | None = None
+    doffset: Tensor | None = None
+    dmask: Tensor | None = None
+    dweight: Tensor | None = None
+    dbias: Tensor | None = None
     batch: int
     channels: int
     height: int
@@ -117,7 +117,7 @@ class _DeformCall:
     dilation_x: int
     groups: int
     offset_groups: int
-    num_parts: int
+    num_parts: int = 1
     kind: int
     num_threads: int
 
@@ -133,7 +133,6 @@ class _DeformCall:
         geometry: DeformGeometry,
     ) -> _DeformCall:
         """Return a call without gradients."""
-        offset_groups = count_offset_groups(offset, weight)
         dtype = sum_dtype(x.dtype)
         return cls(
             x=x.contiguous(),
@@ -142,8 +141,10 @@ class _DeformCall:
             weight=weight.to(dtype).contiguous(),
             bias=None if bias is None else bias.to(dtype).contiguous(),
             out=out,
-            **dict.fromkeys(("dx", "doffset", "dmask", "dweight", "dbias")),
-            **dict(zip(("batch", "channels", "height", "width"), x.shape, strict=True)),
+            batch=x.shape[0],
+            channels=x.shape[1],
+            height=x.shape[2],
+            width=x.shape[3],
             out_channels=len(weight),
             kernel_height=weight.shape[2],
             kernel_width=weight.shape[3],
@@ -156,8 +157,7 @@ class _DeformCall:
             dilation_y=geometry.dilation[0],
             dilation_x=geometry.dilation[1],
             groups=x.shape[1] // weight.shape[1],
-            offset_groups=offset_groups,
-            num_parts=1,
+            offset_groups=count_offset_groups(offset, weight),
             kind=KINDS[x.dtype],
             num_threads=torch.get_num_threads(),
         )
