@@ -13,7 +13,10 @@ from penstock.ops.sparse import _native, _rows
 from penstock.ops.sparse._operands import read_operand
 from penstock.ops.sparse._operator import spgemm_gradients, spgemm_product, spgemm_values
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+pytestmark = [  # what torch says once of every sparse tensor
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+]
 
 TOLERANCES = {  # of norms, relative: sums of tens of products
     torch.float64: 1e-14,
@@ -66,7 +69,8 @@ def stored(matrix: Tensor) -> Tensor:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm().clamp(min=1.0))
+    found, expected = found.detach().double(), expected.detach()
+    return float((found - expected).norm() / expected.norm().clamp(min=1.0))
 
 
 def check(a: Tensor, b: Tensor, mask: Tensor | None = None, **options) -> Tensor:
