@@ -25,7 +25,7 @@ _PARTS = 8
 
 
 class DeformOperands(NamedTuple):
-    """What columns are sampled from; without a mask it is not read."""
+    """Operands that columns are sampled from; a mask that there is none of is not read."""
 
     x: Tensor
     offset: Tensor
