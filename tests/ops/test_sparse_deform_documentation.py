@@ -1,4 +1,4 @@
-"""The examples of sparse products and deformable convolutions run: of the page and of docstrings."""
+"""Examples of sparse products and deformable convolutions run: of the page and of docstrings."""
 
 from __future__ import annotations
 
