@@ -84,6 +84,7 @@ _GPU_TESTS = (
     "kv",
     "attention",
     "lora",
+    "ops",
 )
 
 STEPS = (

@@ -23,7 +23,7 @@ def time_arms(
     """Return the seconds of each arm in each round, after one that does not count."""
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     for number in range(-1, rounds):
-        for arm in list(arms) if number % 2 == 0 else reversed(arms):
+        for arm in list(arms)[:: 1 if number % 2 else -1]:
             wait(device)
             start = time.perf_counter()
             arms[arm]()

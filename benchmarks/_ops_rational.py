@@ -29,7 +29,8 @@ BARS = {FORMULA: 15.0, COMPILED: 2.0}
 def formula(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
     """The activation as it is written down, in float32 at least."""
     wide = x.to(numerator.dtype).unflatten(-1, (len(numerator), -1))
-    p = sum(a[:, None] * wide**i for i, a in enumerate(numerator.unbind(1)))
+    p, *rest = (a[:, None] * wide**i for i, a in enumerate(numerator.unbind(1)))
+    p = sum(rest, p)
     size = wide.abs()
     q = 1 + sum(b.abs()[:, None] * size ** (j + 1) for j, b in enumerate(denominator.unbind(1)))
     return (p / q).flatten(-2).to(x.dtype)

@@ -78,8 +78,8 @@ def local_arms(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     )
     x = torch.randn(shape.samples, shape.channels, shape.size, shape.size, device=device)
     dy = torch.randn(shape.samples, shape.outs, shape.size, shape.size, device=device)
-    weight = layer.weight.detach().permute(4, 5, 0, 1, 2, 3).flatten(2).flatten(3).flatten(0, 1)
-    weight = weight.reshape(shape.size**2, shape.outs, -1).contiguous().requires_grad_()
+    weight = layer.weight.detach().permute(4, 5, 0, 1, 2, 3).flatten(0, 1).flatten(2)
+    weight = weight.contiguous().requires_grad_()
     x.requires_grad_()
     assert_same(layer(x).detach(), local_over_unfold(x, weight).detach())
 

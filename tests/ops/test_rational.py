@@ -207,7 +207,7 @@ def test_sums_of_columns_are_those_of_float64(path: str):
 def test_modules_begin_as_the_activation(activation, most: float):
     module = GroupRational(3, activation=activation, dtype=torch.float64)
     x = torch.linspace(-4, 4, 300, dtype=torch.float64)[:, None].expand(-1, 3)
-    assert float((module(x) - activation(x)).abs().max()) < most
+    assert (module(x) - activation(x)).abs().max().item() < most
 
 
 def test_modules_learn_and_keep_their_coefficients():
@@ -220,7 +220,7 @@ def test_modules_learn_and_keep_their_coefficients():
         loss = (module(x) - x.sin()).square().mean()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0] / 10
     other = GroupRational(2, 3, 2)
     other.load_state_dict(module.state_dict())

@@ -198,9 +198,9 @@ def test_layers_filter_as_the_function_and_learn():
     assert layer.weight.grad.stride() == layer.weight.stride()
     assert layer.weight.movedim(4, 0).is_contiguous()  # in the order in which windows pass
     assert layer.bias.grad.shape == (6, 6, 9)
-    before = float(layer(x).square().mean())
+    before = layer(x).square().mean().item()
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
-    assert float(layer(x).square().mean()) < before
+    assert layer(x).square().mean().item() < before
 
 
 def test_state_dicts_are_contiguous_and_load_into_the_order_of_windows():

@@ -29,7 +29,7 @@ class Case:
 
     @property
     def out(self) -> tuple[int, int]:
-        return self.windows.count(self.height, self.width)
+        return self.windows.count_windows(self.height, self.width)
 
     @property
     def op_groups(self) -> int:
@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn, most: int = 20) -> Case:
 def windows_of(x: Tensor, windows: Windows) -> Tensor:
     """Return `(N, C, Ho, Wo, Fh, Fw)` by `F.unfold`."""
     kernel, stride, padding, dilation = windows
-    out = windows.count(*x.shape[2:])
+    out = windows.count_windows(*x.shape[2:])
     if x.numel() == 0:  # which `F.unfold` refuses
         return x.sum() + x.new_zeros(*x.shape[:2], *out, *kernel)
     columns = functional.unfold(x, kernel, dilation, padding, stride)

@@ -10,16 +10,22 @@ from penstock._lazy import load_lazily
 
 if TYPE_CHECKING:
     from penstock.ops._columns import column_reduce
+    from penstock.ops.deform import deform_conv2d
     from penstock.ops.rational import GroupRational, group_rational
+    from penstock.ops.sparse import ProductPattern, product_pattern, spgemm
     from penstock.ops.windows import LocalConv2d, dynamic_filter2d, local_conv2d, unfold_windows
 
 __all__ = [
     "GroupRational",
     "LocalConv2d",
+    "ProductPattern",
     "column_reduce",
+    "deform_conv2d",
     "dynamic_filter2d",
     "group_rational",
     "local_conv2d",
+    "product_pattern",
+    "spgemm",
     "unfold_windows",
 ]
 

@@ -19,7 +19,7 @@ from penstock.codegen import ByteCount, Run, TritonLaunch, launch, use_device
 from penstock.ops._column_launch import add_partials, partial_bytes
 from penstock.ops.rational import _kernels
 
-_ELEMENTS = 2048  # of a block: with four warps sixteen of each thread
+_BLOCK_BYTES = 8192  # in the dtype of sums: with four warps sixteen float32 of each thread
 _LEAST_COLUMNS, _MOST_COLUMNS = 32, 128
 
 
@@ -107,7 +107,7 @@ def _cut(
     if columns < _LEAST_COLUMNS:
         columns = 1 << (width - 1).bit_length() if width else 1
     columns = min(columns, _MOST_COLUMNS)
-    rows = _ELEMENTS // columns
+    rows = _BLOCK_BYTES // numerator.element_size() // columns
     grid = (-(-len(x) // rows) * -(-width // columns), len(numerator))
     counts = numerator.shape[1], denominator.shape[1]
     return grid, width, RationalSizes(*map(tl.constexpr, (rows, columns, *counts)))

@@ -20,12 +20,12 @@ constexpr int64_t kChunk = 512;
 // As `_native.py` passes it.
 struct Call {
   const void* x;            // (num_rows, num_groups * width), contiguous
-  const void* dy;           // as x, or null in the forward pass
+  const void* dy;           // as x; not read in the forward pass
   void* out;                // y, or dx in the backward pass
   const void* numerator;    // (num_groups, kPowers), of the dtype of sums
   const void* denominator;  // (num_groups, kRoots)
   double* partials;         // (tiles, num_groups, kSums), or null
-  double* sums;             // (num_groups, kSums), or null
+  double* sums;             // (num_groups, kSums), or null in the forward pass
   int64_t num_rows, num_groups, width, tile_rows, kind, num_threads;
 };
 
@@ -124,12 +124,12 @@ void pass_tile(const Call& call, int64_t tile, int64_t number) {
     const int64_t count = for_pieces(
         call, number, end, place, [&](int64_t at, int64_t piece, int64_t done) {
           read_row(x + at, piece, xs + done);
-          if (dy != nullptr) read_row(dy + at, piece, dys + done);
+          if (call.sums != nullptr) read_row(dy + at, piece, dys + done);
         });
     const int64_t padded = pad_to(count, kCount);
     std::fill(xs + count, xs + padded, Real{});
     std::fill(dys + count, dys + padded, Real{});
-    if (dy == nullptr) {
+    if (call.sums == nullptr) {
       group.evaluate(xs, padded, outs);
     } else {
       group.differentiate(xs, dys, padded, outs, totals);
@@ -139,7 +139,7 @@ void pass_tile(const Call& call, int64_t tile, int64_t number) {
       write_row(outs + done, piece, static_cast<Element*>(call.out) + at);
     });
   }
-  if (dy == nullptr) return;
+  if (call.sums == nullptr) return;
   const Real* denominator = static_cast<const Real*>(call.denominator) + number * kRoots;
   for (int j = 0; j < kRoots; ++j)
     totals[kPowers + j] *= (denominator[j] > 0) - (denominator[j] < 0);
@@ -154,7 +154,7 @@ void pass(const Call& call) {
       pass_tile<Real, decltype(element)>(call, task / call.num_groups, task % call.num_groups);
     });
   });
-  if (call.dy != nullptr)
+  if (call.sums != nullptr)
     add_tiles(call.partials, num_tiles, call.num_groups * kSums, call.sums, call.num_threads);
 }
 

@@ -83,7 +83,7 @@ class WindowBytes:
 
     @property
     def _out(self) -> tuple[int, int]:
-        return self.windows.count(self.shape[2], self.shape[3])
+        return self.windows.count_windows(self.shape[2], self.shape[3])
 
     @property
     def _inside(self) -> int:

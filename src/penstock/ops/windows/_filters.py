@@ -47,7 +47,7 @@ class Filters:
             groups: Groups of channels; 0 where each sample has weights of its own.
         """
         pixels, places = shape[2] * shape[3], weight.shape[4] * weight.shape[5]
-        first, second, *rest = weight.stride()[:5]
+        first, second, row, column, line, _ = weight.stride()
         if groups == 0:
             batch = shape[1] // weight.shape[1]
             return cls(
@@ -57,7 +57,7 @@ class Filters:
                 outs=1,
                 x=(batch * pixels, pixels, 0),
                 y=(batch * places, places, 0),
-                weight=(second, 0, 0, *rest),
+                weight=(second, 0, 0, row, column, line),
             )
         channels, outs = weight.shape[1], weight.shape[0] // groups
         return cls(
@@ -67,7 +67,7 @@ class Filters:
             outs=outs,
             x=(channels * pixels, shape[1] * pixels, pixels),
             y=(outs * places, weight.shape[0] * places, places),
-            weight=(outs * first, first, second, *rest),
+            weight=(outs * first, first, second, row, column, line),
         )
 
     @property

@@ -46,7 +46,7 @@ class Windows(NamedTuple):
         """All numbers, as operators take them."""
         return [number for pair in self for number in pair]
 
-    def count(self, height: int, width: int) -> tuple[int, int]:
+    def count_windows(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of windows in an image of this size.
 
         Raises:

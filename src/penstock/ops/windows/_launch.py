@@ -91,11 +91,11 @@ class BlockSizes(NamedTuple):
 
 def unfold(x: Tensor, windows: Windows, *, run: Run = launch) -> Tensor:
     """Return windows as `_torch.unfold` does; `run` takes the launch."""
-    x, out = x.contiguous(), windows.count(*x.shape[2:])
+    x, out = x.contiguous(), windows.count_windows(*x.shape[2:])
     span = windows.span(out[1])
     strips = x.new_empty(*x.shape[:2], out[0], span, windows.kernel[0])
     grid = (x.shape[:2].numel() * out[0], -(-span // COLUMNS))
-    size, g = Size(*x.shape[2:], *out), _geometry(windows)
+    size, g = Size(x.shape[2], x.shape[3], *out), _geometry(windows)
     arguments = (x, strips, size, span, g, _sizes(x, COLUMNS))
     with use_device(x.device):
         run(TritonLaunch(kernel=_kernels.unfold_rows, grid=grid, arguments=arguments))

@@ -123,7 +123,7 @@ def _filter(
     if height == 0 or width == 0:
         raise ValueError(f"{name} has a kernel of {height} x {width}, but must have elements")
     windows = Windows.of((height, width), *pairs)
-    out = windows.count(x.shape[2], x.shape[3])
+    out = windows.count_windows(x.shape[2], x.shape[3])
     if tuple(weight.shape[4:]) != out:
         raise ValueError(
             f"{name} has {tuple(weight.shape[4:])} positions, but x of {tuple(x.shape[2:])} has "

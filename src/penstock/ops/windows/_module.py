@@ -67,7 +67,7 @@ class LocalConv2d(torch.nn.Module):
             )
         self.windows = Windows.of(kernel_size, stride, padding, dilation)
         size = (image_size, image_size) if isinstance(image_size, int) else image_size
-        out, self.groups = self.windows.count(*size), groups
+        out, self.groups = self.windows.count_windows(*size), groups
         # As it lies: row of positions, output and input channel, kernel, position in the row.
         lies = (out[0], out_channels, in_channels // groups, *self.windows.kernel, out[1])
         weight = torch.empty(lies, device=device, dtype=dtype)

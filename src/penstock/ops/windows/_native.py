@@ -30,7 +30,7 @@ def is_available() -> bool:
 
 def unfold(x: Tensor, windows: Windows) -> Tensor:
     """Return windows as `_torch.unfold` does."""
-    x, out = x.contiguous(), windows.count(*x.shape[2:])
+    x, out = x.contiguous(), windows.count_windows(*x.shape[2:])
     strips = x.new_empty(*x.shape[:2], out[0], windows.span(out[1]), windows.kernel[0])
     arguments = _pack_windows(
         *(x.data_ptr(), strips.data_ptr(), *windows.numbers, *x.shape[2:], *out),

@@ -22,7 +22,7 @@ def unfold(x: Tensor, windows: Windows) -> Tensor:
         x: `(N, C, H, W)`.
         windows: Their geometry.
     """
-    out, rows = windows.count(*x.shape[2:]), windows.kernel[0]
+    out, rows = windows.count_windows(*x.shape[2:]), windows.kernel[0]
     span = windows.span(out[1])
     padded = pad(x, (windows.padding[1],) * 2 + (windows.padding[0],) * 2)
     strips = x.new_empty(*x.shape[:2], out[0], span, rows)
@@ -74,7 +74,8 @@ def differentiate_input(
 ) -> Tensor:
     """Return the gradient of images, contiguous; `size` is theirs, all else as in `multiply`."""
     channels = weight.shape[1] * groups if groups else dy.shape[1]
-    sums = _new_sums(dy, channels, windows, *size)
+    height, width = size
+    sums = _new_sums(dy, channels, windows, height, width)
     equation = "ngoj,gocfkj->ngcjfk" if groups else "ngcj,ngfkj->ngcjfk"
     _, columns = _places(windows, *dy.shape[2:])
     for i in range(dy.shape[2]):
@@ -84,7 +85,7 @@ def differentiate_input(
             row = i * windows.stride[0] + f * windows.dilation[0]
             for k, column in enumerate(columns):
                 sums[:, :, row, column] += terms[..., f, k]
-    return _crop(sums, windows, *size, dy.dtype)
+    return _crop(sums, windows, height, width, dy.dtype)
 
 
 def differentiate_weight(

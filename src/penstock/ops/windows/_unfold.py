@@ -56,7 +56,7 @@ def unfold_windows(
     """
     windows = Windows.of(kernel, stride, padding, dilation)
     check_images(x)
-    windows.count(x.shape[2], x.shape[3])
+    windows.count_windows(x.shape[2], x.shape[3])
     return _unfold(x, windows.numbers)
 
 
@@ -95,7 +95,7 @@ def _fold(dwindows: Tensor, windows: Sequence[int], height: int, width: int) -> 
 @_unfold.register_fake
 def _(x, windows):
     of = Windows.of_numbers(windows)
-    out = of.count(x.shape[2], x.shape[3])
+    out = of.count_windows(x.shape[2], x.shape[3])
     shape = (*x.shape[:2], *out, *of.kernel)
     return torch.empty_strided(
         shape, of.strides_of(x.shape[1], out), dtype=x.dtype, device=x.device
