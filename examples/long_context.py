@@ -258,17 +258,18 @@ def margin(answers):
 
 def result_table(found, length):
     table = Table(title=f"answers from {length} tokens", title_justify="left")
-    for name in ("selector", "blocks", "right", "tokens/s", "read/token", "fetched/token", "keeps"):
+    sizes = ("KiB a\ntoken\nread", "KiB a\ntoken\nfetched", "KiB\nkept")
+    for name in ("selector", "blocks", "right, %", "tokens/s", *sizes):
         table.add_column(name, justify="left" if name == "selector" else "right")
     for each in found:
         table.add_row(
             each.selector,
             say_share(each.share),
-            f"{each.accuracy:.1%} ± {margin(each):.1%}",
+            f"{100 * each.accuracy:.1f} ± {100 * margin(each):.1f}",
             f"{each.tokens_per_second:,.0f}",
-            format_bytes(round(each.read_bytes / each.num_asked)),
-            format_bytes(round(each.fetched_bytes / each.num_asked)),
-            format_bytes(each.selector_bytes),
+            f"{each.read_bytes / each.num_asked / 2**10:,.0f}",
+            f"{each.fetched_bytes / each.num_asked / 2**10:,.0f}",
+            f"{each.selector_bytes / 2**10:,.0f}",
         )
     return table
 
