@@ -22,12 +22,12 @@ import triton.language as tl
 def find_block(num_rows, width, sizes):
     """Return group, tile, places and mask of a program's elements."""
     num_pieces = tl.cdiv(width, sizes.columns)
-    tile, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tile, group = tl.program_id(0), tl.program_id(1)
     row = tile // num_pieces * sizes.rows + tl.arange(0, sizes.rows)
     channel = tile % num_pieces * sizes.columns + tl.arange(0, sizes.columns)
     mask = (row < num_rows)[:, None] & (channel < width)[None, :]
-    place = (row[:, None] * tl.num_programs(1) + group) * width + channel[None, :]
-    return group, tile, place, mask
+    place = (row.to(tl.int64)[:, None] * tl.num_programs(1) + group) * width + channel[None, :]
+    return group, tile.to(tl.int64), place, mask
 
 
 @triton.jit

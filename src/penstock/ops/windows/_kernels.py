@@ -7,7 +7,8 @@
     differentiate_weight  dweight_ocfkij = sum_b dy_boij x_bc(i,f)(j,k)
 
 Each result has one writer and a fixed order, without atomics. Geometry, sizes and operands are the
-tuples of `_launch.py`; rows of planes follow each other.
+tuples of `_launch.py`; rows of planes follow each other. Programs find their place in 32 bits, as a
+division of 64 bits is a call, and their addresses in 64.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -51,36 +52,37 @@ def find_window_columns(column, k, out_width, g):
 @triton.jit
 def unfold_rows(x, strips, size, span, g, sizes):
     """Write a part of a strip."""
-    strip = tl.program_id(0).to(tl.int64)
+    strip = tl.program_id(0)
     column = tl.program_id(1) * sizes.columns + tl.arange(0, sizes.columns)
-    plane, i = strip // size.out_height, strip % size.out_height
+    plane, i = (strip // size.out_height).to(tl.int64), strip % size.out_height
     from_column = column - g.padding_width
     is_inside = (column < span) & (from_column >= 0) & (from_column < size.width)
     for f in tl.static_range(g.kernel_height):
         row, is_row = find_row(i, f, size.height, g)
         pointers = x + (plane * size.height + row) * size.width + from_column
         values = tl.load(pointers, mask=is_inside & is_row, other=0.0)
-        to = strips + (strip * span + column) * g.kernel_height + f
+        to = strips + (strip.to(tl.int64) * span + column) * g.kernel_height + f
         tl.store(to, values, mask=column < span)
 
 
 @triton.jit
 def sum_windows(windows, dx, strides, size, channels, g, sizes):
     """Sum the windows' elements that are a part of a row of images."""
-    line = tl.program_id(0).to(tl.int64)
+    line = tl.program_id(0)
     column = tl.program_id(1) * sizes.columns + tl.arange(0, sizes.columns)
     plane, row = line // size.height, line % size.height
-    start = windows + plane // channels * strides.sample + plane % channels * strides.channel
+    sample, channel = (plane // channels).to(tl.int64), (plane % channels).to(tl.int64)
+    start = windows + sample * strides.sample + channel * strides.channel
     sums = tl.zeros([sizes.columns], sizes.dtype)
     for f in tl.static_range(g.kernel_height):
         i, is_row = find_window_row(row, f, size.out_height, g)
         for k in tl.static_range(g.kernel_width):
             j, is_column = find_window_columns(column, k, size.out_width, g)
-            at = i * strides.row + j.to(tl.int64) * strides.column
+            at = i.to(tl.int64) * strides.row + j.to(tl.int64) * strides.column
             pointers = start + at + f * strides.kernel_row + k * strides.kernel_column
             mask = is_row & is_column & (column < size.width)
             sums += tl.load(pointers, mask=mask, other=0.0).to(sizes.dtype)
-    to = dx + line * size.width + column
+    to = dx + line.to(tl.int64) * size.width + column
     tl.store(to, sums.to(dx.dtype.element_ty), mask=column < size.width)
 
 
@@ -94,12 +96,13 @@ def find_samples(batch, sizes):
 @triton.jit
 def multiply(x, weight, y, size, of, g, sizes):
     """Compute a part of a row of one output channel, for several samples."""
-    number = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0)
     i, number = number % size.out_height, number // size.out_height
-    o, instance = number % of.outs, number // of.outs
+    o, instance = (number % of.outs).to(tl.int64), (number // of.outs).to(tl.int64)
     j = tl.program_id(1) * sizes.columns + tl.arange(0, sizes.columns)
     sample, is_sample = find_samples(of.batch, sizes)
-    weights = weight + instance * of.weight.instance + o * of.weight.out + i * of.weight.line + j
+    weights = weight + instance * of.weight.instance + o * of.weight.out
+    weights += i.to(tl.int64) * of.weight.line + j
     images = x + instance * of.x.instance + sample[:, None] * of.x.sample
     sums = tl.zeros([sizes.samples, sizes.columns], sizes.dtype)
     for c in range(of.channels):
@@ -122,9 +125,9 @@ def multiply(x, weight, y, size, of, g, sizes):
 @triton.jit
 def differentiate_input(dy, weight, dx, size, of, g, sizes):
     """Compute a part of a row of one input channel, for several samples."""
-    number = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0)
     row, number = number % size.height, number // size.height
-    c, instance = number % of.channels, number // of.channels
+    c, instance = (number % of.channels).to(tl.int64), (number // of.channels).to(tl.int64)
     column = tl.program_id(1) * sizes.columns + tl.arange(0, sizes.columns)
     sample, is_sample = find_samples(of.batch, sizes)
     weights = weight + instance * of.weight.instance + c * of.weight.channel
@@ -135,11 +138,12 @@ def differentiate_input(dy, weight, dx, size, of, g, sizes):
         for k in tl.static_range(g.kernel_width):
             j, is_column = find_window_columns(column, k, size.out_width, g)
             is_place = is_row & is_column & (column < size.width)
-            at = f * of.weight.row + k * of.weight.column + i * of.weight.line + j
+            at = f * of.weight.row + k * of.weight.column + i.to(tl.int64) * of.weight.line + j
             line = images + i * size.out_width + j[None, :]
-            for o in range(of.outs):
+            mask = is_sample[:, None] & is_place[None, :]
+            for number_of_out in range(of.outs):
+                o = instance * 0 + number_of_out  # of 64 bits
                 factor = tl.load(weights + at + o * of.weight.out, mask=is_place, other=0.0)
-                mask = is_sample[:, None] & is_place[None, :]
                 value = tl.load(line + o * of.y.channel, mask=mask, other=0.0)
                 sums += factor.to(sizes.dtype)[None, :] * value.to(sizes.dtype)
     to = dx + instance * of.x.instance + sample[:, None] * of.x.sample + c * of.x.channel
@@ -151,10 +155,10 @@ def differentiate_input(dy, weight, dx, size, of, g, sizes):
 @triton.jit
 def differentiate_weight(dy, x, dweight, size, of, g, sizes):
     """Compute the weights' gradient at a part of a row of positions, for two channels."""
-    number = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0)
     i, number = number % size.out_height, number // size.out_height
-    c, number = number % of.channels, number // of.channels
-    o, instance = number % of.outs, number // of.outs
+    c, number = (number % of.channels).to(tl.int64), number // of.channels
+    o, instance = (number % of.outs).to(tl.int64), (number // of.outs).to(tl.int64)
     j = tl.program_id(1) * sizes.columns + tl.arange(0, sizes.columns)
     outs = dy + instance * of.y.instance + o * of.y.channel + i * size.out_width + j[None, :]
     images = x + instance * of.x.instance + c * of.x.channel
@@ -171,6 +175,6 @@ def differentiate_weight(dy, x, dweight, size, of, g, sizes):
                 line = images + sample * of.x.sample + row * size.width + column[None, :]
                 value = tl.load(line, mask=mask & (is_row & is_column)[None, :], other=0.0)
                 sums += of_y.to(sizes.dtype) * value.to(sizes.dtype)
-            at = f * of.weight.row + k * of.weight.column + i * of.weight.line + j
+            at = f * of.weight.row + k * of.weight.column + i.to(tl.int64) * of.weight.line + j
             found = tl.sum(sums, 0).to(dweight.dtype.element_ty)
             tl.store(weights + at, found, mask=j < size.out_width)
