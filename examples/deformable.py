@@ -113,7 +113,7 @@ def draw_figure(curves, frames, restored, path):
     names = ("noisy frame", "moved frame", "truth")
     images = {**dict(zip(names, frames, strict=True)), **restored}
     for axis, (name, image) in zip(axes[1:], images.items(), strict=True):
-        axis.imshow(image[0, 0], cmap="gray", vmin=0, vmax=1)
+        axis.imshow(image[0, 0].numpy(), cmap="gray", vmin=0, vmax=1)
         axis.axis("off")
         titled(axis, name)
     save(figure, path)

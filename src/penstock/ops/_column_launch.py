@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.codegen import ByteCount, Run, TritonLaunch, launch, use_device
 from penstock.ops import _kernels
-from penstock.ops._columns import choose_tile_rows
 from penstock.ops._operands import sum_dtype
+from penstock.ops._tiles import choose_tile_rows
 
 _ROWS, _COLUMNS = 16, 64  # of a block: with four warps eight elements of each thread
 _SUM_BYTES = 8

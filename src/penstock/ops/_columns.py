@@ -19,10 +19,10 @@ from torch import Tensor
 
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library, name_kernels
 from penstock.ops._operands import KINDS, check_dtype, sum_dtype
+from penstock.ops._tiles import choose_tile_rows
 
 COLUMNS = Path(__file__).with_name("columns.cpp")
 """C++ source of sums over tiles; after `REALS`, before what uses it."""
-_LEAST_ROWS, _MOST_TILES = 64, 256
 _pack = struct.Struct("3P5q").pack  # `struct ColumnCall` of `columns.cpp`
 
 
@@ -74,16 +74,6 @@ def _differentiate(ctx: Any, dsums: Tensor) -> Tensor:
 
 
 _column_reduce.register_autograd(_differentiate, setup_context=_keep_shape)
-
-
-def choose_tile_rows(num_rows: int, least_rows: int = _LEAST_ROWS) -> int:
-    """Return the rows of a tile: of the shape alone, and no more tiles than there is room for.
-
-    Args:
-        num_rows: Rows of all tiles.
-        least_rows: Rows beside which the sums of a tile take little memory.
-    """
-    return max(_LEAST_ROWS, least_rows, -(-num_rows // _MOST_TILES))
 
 
 def _sum_by_torch(rows: Tensor) -> Tensor:

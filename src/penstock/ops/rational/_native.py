@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library
-from penstock.ops._columns import COLUMNS, choose_tile_rows
+from penstock.ops._columns import COLUMNS
 from penstock.ops._operands import KINDS
+from penstock.ops._tiles import choose_tile_rows
 
 _TILE_ELEMENTS = 4096  # of a group, at least: 8 bytes of each sum are little beside them
 _pack = struct.Struct("7P6q").pack  # `struct Call` of `rational.cpp`

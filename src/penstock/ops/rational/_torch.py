@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops._columns import choose_tile_rows
+from penstock.ops._tiles import choose_tile_rows
 
 
 def evaluate(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
