@@ -471,6 +471,22 @@ def _index_select(name: str, operator: Operator) -> _Draft:
     return _Draft({0: tuple(source), 2: (place,)}, {0: tuple(letters)})
 
 
+def _index(name: str, operator: Operator) -> _Draft | None:
+    """Elements by index: dimensions without an index go together, places of indices too."""
+    view, result = operator.args[0], operator.outputs[0]
+    indices = operator.args[1]
+    indexed = [dim for dim, each in enumerate(indices) if each is not None]
+    shapes = {indices[dim].shape for dim in indexed}
+    first, last = indexed[0], indexed[-1] + 1
+    if result is None or len(shapes) != 1 or len(indexed) != last - first:
+        return None
+    places = tuple("tuvwxyz"[: len(shapes.pop())])
+    letters = _letters(len(view.shape))
+    before, after = letters[:first], letters[last:]
+    source = (*before, *(WHOLE,) * (last - first), *after)
+    return _Draft({0: source, 1: places}, {0: (*before, *places, *after)})
+
+
 def _pad(name: str, operator: Operator) -> _Draft:
     view, pads = operator.args[:2]
     num = len(view.shape)
@@ -514,6 +530,7 @@ _TABLE: Mapping[str, Callable[[str, Operator], _Draft | None]] = {
         for end in ("", "_backward")
     },
     **{"gather": _gather, "index_select": _index_select, "constant_pad_nd": _pad},
+    "index": _index,
     **dict.fromkeys(("tril", "triu"), _leading),
     **dict.fromkeys(("arange", "scalar_tensor", "lift_fresh_copy", "eye"), _whole),
 }
