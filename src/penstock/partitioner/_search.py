@@ -115,27 +115,26 @@ class Search:
     def _search_mesh(self, mesh: Mesh, ends: float) -> None:
         for style in STYLES:
             self._solve(mesh, 0.0 if style == "batch" else 1.0, style)
-        below, above = 0.0, math.inf  # prices at which it does not fit, and does
-        for price in _PRICES:
-            if time.monotonic() > ends:
-                return
-            if self.fits(self._solve(mesh, price)):
-                above = price
-                if self.budget is not None:
-                    break
-            else:
-                below = price
-        if above == math.inf:
+        if self.budget is None:
+            for price in _PRICES:
+                if time.monotonic() > ends:
+                    return
+                self._solve(mesh, price)
             return
+        below, above = 0.0, _PRICES[-1]  # prices at which it does not fit, and does
+        if not self.fits(self._solve(mesh, above)) or time.monotonic() > ends:
+            return
+        if self.fits(self._solve(mesh, 0.0)):
+            above = 0.0
         for _ in range(_NUM_BISECTIONS):
-            if above == 0 or time.monotonic() > ends or above < below * 1.01:
+            if time.monotonic() > ends or above <= max(1.01 * below, _PRICES[1]):
                 break
-            middle = math.sqrt(below * above) if below else above / 4
+            middle = math.sqrt(max(below, _PRICES[1]) * above)
             if self.fits(self._solve(mesh, middle)):
                 above = middle
             else:
                 below = middle
-        if self.budget is not None and len(mesh.sizes) == 1:
+        if len(mesh.sizes) == 1:
             self._close_gap(mesh, above, ends)
         self._repair(mesh, ends)
 

@@ -237,7 +237,7 @@ def _product(spec: str) -> Callable[[str, Operator], _Draft]:
     return make
 
 
-def _rowwise(position: int) -> Callable[[str, Operator], _Draft]:
+def _rowwise(position: int) -> Callable[[str, Operator], _Draft | None]:
     """Return the entry of operators along the dimension that an argument names."""
 
     def make(name: str, operator: Operator) -> _Draft | None:
