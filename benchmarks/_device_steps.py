@@ -84,6 +84,7 @@ _GPU_TESTS = (
     "kv",
     "attention",
     "lora",
+    "ops",
 )
 
 STEPS = (
@@ -97,6 +98,13 @@ STEPS = (
         packages=_PLAN,
     ),
     Step(topic="kv", name="kernel", seconds=30, flags=("--quick", "--part", "kernel")),
+    Step(
+        topic="kv",
+        name="decode",
+        seconds=30,
+        flags=("--quick", "--part", "decode"),
+        packages=("transformers",),
+    ),
     Step(
         topic="offload",
         name="llama",
@@ -122,7 +130,7 @@ STEPS = (
     Step(
         topic="offload",
         name="gpt2",
-        seconds=150,
+        seconds=140,
         flags=("--rounds", "1", "--models", "gpt2", "--arms", *_OFFLOAD_ARMS),
         packages=("transformers",),
     ),
@@ -149,7 +157,7 @@ STEPS = (
     Step(
         topic="execute",
         name="resnet",
-        seconds=180,
+        seconds=160,
         flags=("--models", "resnet", "--arms", "1/4 host", "--rounds", "1", "--time-limit", "10"),
         packages=_PLAN,
     ),

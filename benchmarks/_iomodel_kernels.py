@@ -105,6 +105,28 @@ def count_kv() -> None:
                lambda: attend(call, with_block_lse=False), model)  # noqa: B023  # fmt: skip
 
 
+def count_ops() -> None:
+    """Rational activations, forward and backward, and a layer of local filters."""
+    from penstock.ops.rational import _launch as rational
+    from penstock.ops.windows import _launch as windows
+    from penstock.ops.windows._bytes import WindowBytes
+    from penstock.ops.windows._filters import Filters
+    from penstock.ops.windows._geometry import Windows
+
+    call = (torch.randn(100, 96), torch.randn(3, 6), torch.randn(3, 4))
+    report("ops, rational of 100 x 96", "evaluate",
+           lambda: rational.forward(*call), rational.forward_bytes(*call))  # fmt: skip
+    report("ops, rational of 100 x 96", "differentiate",
+           lambda: rational.backward(call[0], *call), rational.backward_bytes(*call))  # fmt: skip
+    of = Windows((3, 3), (1, 1), (1, 1), (1, 1))
+    x, weight = torch.randn(4, 3, 8, 10), torch.randn(2, 3, 3, 3, 8, 10)
+    model = WindowBytes(shape=x.shape, windows=of, element=4)
+    report("ops, windows of 8 x 10", "unfold_rows", lambda: windows.unfold(x, of), model.unfold())
+    report("ops, local filters of 8 x 10", "multiply",
+           lambda: windows.multiply(x, weight, of, 1),
+           model.multiply(Filters.of(x.shape, weight, 1)))  # fmt: skip
+
+
 @contextlib.contextmanager
 def launches_of_rgnn(case: str) -> Iterator[None]:
     """Report each launch of a relational layer."""
@@ -165,4 +187,5 @@ if __name__ == "__main__":
         count_unified()
         count_lora()
         count_kv()
+        count_ops()
         count_rgnn()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
 import re
 import subprocess
@@ -50,6 +52,7 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
         target: A key of `TARGETS`.
     """
     import triton
+    from triton import knobs
     from triton._utils import find_paths_if, get_iterable_path
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -69,11 +72,15 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
     attributes = find_paths_if(hints, lambda _, hint: isinstance(hint, str))
     attributes = {path: backend.parse_attr(get_iterable_path(hints, path)) for path in attributes}
     source = ASTSource(kernel, signature, constants, attributes)
-    start = time.perf_counter()
-    compiled = triton.compile(source, target=gpu, options=options)
+    said, start = io.StringIO(), time.perf_counter()
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=gpu, options=options)
     seconds = time.perf_counter() - start
-    read = _of_nvidia if gpu.backend == "cuda" else _of_amd
-    registers, spill_bytes = read(compiled.asm)
+    if gpu.backend == "cuda":
+        registers, spill_bytes = _of_nvidia(said.getvalue() or _assemble(compiled.asm))
+    else:
+        registers, spill_bytes = _of_amd(compiled.asm)
     metadata = compiled.metadata
     resources = Resources(
         num_warps=metadata.num_warps,
@@ -84,8 +91,14 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
     return Compiled(compiled.asm, resources, seconds)
 
 
-def _of_nvidia(asm: dict[str, Any]) -> tuple[int, int]:
+def _of_nvidia(said: str) -> tuple[int, int]:
     """Registers and bytes spilled, as the assembler that Triton ships reports them."""
+    spilled = [int(each) for each in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
+    return int(_only(r"Used (\d+) registers", said)), max(spilled)
+
+
+def _assemble(asm: dict[str, Any]) -> str:
+    """The assembler's report on a kernel that Triton's cache had, so that it was not assembled."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as directory:
@@ -94,9 +107,7 @@ def _of_nvidia(asm: dict[str, Any]) -> tuple[int, int]:
             file.write(asm["ptx"])
         command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", path]
         command += ["-o", os.path.join(directory, "kernel.cubin")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = [int(each) for each in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
-    return int(_only(r"Used (\d+) registers", said)), max(spilled)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def _of_amd(asm: dict[str, Any]) -> tuple[int, int]:

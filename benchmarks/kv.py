@@ -8,13 +8,16 @@
                                                           # `_kv_device.py`, and `_kv_cache.py`
 
 Part `decode` fills each arm's cache with the same tokens, in chunks, and then times steps of one
-token; the arms take turns, step by step, in one process. An arm of ours keeps a share of the
-cache's bytes on the device: all of them, a quarter or a sixteenth, with the rest in host memory or
-in a file. Rows have the bytes read a step, the misses times a record, and the ledger's peak. After
-each step of the arm that reads all blocks from the file, threads read as many bytes from a file
-beside it, by direct I/O into huge pages and with nothing else to do: its bandwidth is held against
-theirs. The calls that fill a cache are rows of their own, of one repetition each (`prefill`), for
-contexts up to 8192 tokens; longer ones are filled with random keys and values.
+token; the arms take turns in one process. A turn is a few steps, of which the first is not timed:
+it finds the processor's caches full of another arm's bytes, where a user's step follows one of its
+own. An arm of ours keeps a share of the cache's bytes on the device: all of them, a quarter or a
+sixteenth, with the rest in host memory or in a file. Rows have the bytes read a step, the misses
+times a record, and the ledger's peak. After each turn of the arm that reads all blocks from the
+file, threads read as many bytes as its step from a file beside it, by direct I/O into huge pages
+and with nothing else to do: its bandwidth is held against theirs. `model_seconds` is a step of the
+model with next to no context, below which no cache can get. The calls that fill a cache are rows of
+their own, of one repetition each (`prefill`), for contexts up to 8192 tokens; longer ones are
+filled with random keys and values.
 Transformers' offloaded cache needs a GPU, and its quantised ones packages of their own: no arms.
 """
 
@@ -47,6 +50,8 @@ from penstock.memory.pages import HUGE_PAGE_BYTES, advise_huge_pages, round_up
 TOPIC = "kv"
 PARTS = ("decode", "kernel")
 STOCK = "DynamicCache"
+ALONE = "DynamicCache, 16 tokens"  # the model's own time; no rows
+STEPS_OF_TURN = 3  # that are timed
 CHUNK = 1024  # tokens of a call while a cache is filled
 MOST_COMPUTED = 8192  # tokens of a context that the model computes; longer ones are drawn
 FITS_BAR = 0.9  # of DynamicCache's tokens a second, where everything fits
@@ -95,6 +100,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2},
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 64},
     "Gemma 3": {"num_key_value_heads": 2, "head_dim": 64, "sliding_window": 512},
+    "Llama, 8 KV heads": {"num_key_value_heads": 8, "head_dim": 128},  # only where it is named
 }
 
 
@@ -106,8 +112,12 @@ def make_model(name: str, options: argparse.Namespace) -> Any:
         "Llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "Qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "Gemma 3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
-    }[name]
+    }[name.partition(",")[0]]
     torch.manual_seed(0)
+    shape = dict(SHAPES[name])
+    if "sliding_window" in shape:  # two layers of Gemma 3 would both have one
+        kinds = itertools.cycle(["sliding_attention", "full_attention"])
+        shape["layer_types"] = list(itertools.islice(kinds, options.layers))
     config = config_type(
         vocab_size=1024,
         hidden_size=512,
@@ -115,7 +125,7 @@ def make_model(name: str, options: argparse.Namespace) -> Any:
         num_hidden_layers=options.layers,
         num_attention_heads=8,
         max_position_embeddings=max(options.contexts) + 4096,
-        **SHAPES[name],
+        **shape,
     )
     return model_type(config).eval()
 
@@ -148,7 +158,8 @@ class Decoder:
             self._draw_context()
             self._next = tokens[:, -1:]
         self.prefill_seconds = time.perf_counter() - start
-        self.seconds: list[float] = []
+        self.seconds: list[float] = []  # of the steps that are timed
+        self.num_steps = 0  # since `forget`
         self.tokens: list[int] = []
 
     def _draw_context(self) -> None:
@@ -164,13 +175,25 @@ class Decoder:
                 if hasattr(layer, "flush"):
                     layer.flush()  # after an update attention does it, which is not called here
 
+    def take_turn(self) -> None:
+        """Decode some tokens; the first one is not timed."""
+        self.step()
+        for _ in range(STEPS_OF_TURN):
+            start = time.perf_counter()
+            self.step()
+            self.seconds.append(time.perf_counter() - start)
+
     def step(self) -> None:
         """Decode one token."""
-        start = time.perf_counter()
         out = self._model(self._next, past_key_values=self.cache)
-        self.seconds.append(time.perf_counter() - start)
         self._next = out.logits[:, -1].argmax(-1, keepdim=True)
         self.tokens.append(int(self._next))
+        self.num_steps += 1
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.seconds.clear()
+        self.num_steps = 0
 
 
 class FileReads:
@@ -221,9 +244,13 @@ def decode_rows(
     model = make_model(name, options)
     tokens = torch.randint(3, 1024, (1, context), generator=torch.Generator().manual_seed(1))
     total = cache_bytes(model, context)
-    case = f"{name} of {options.layers} layers, {context} tokens"
+    window = ", every other one with a window" if "sliding_window" in SHAPES[name] else ""
+    case = f"{name} of {options.layers} layers{window}, {context} tokens"
     with contextlib.ExitStack() as stack, torch.no_grad():
-        decoders = {STOCK: Decoder(model, DynamicCache(config=model.config), tokens)}
+        decoders = {
+            STOCK: Decoder(model, DynamicCache(config=model.config), tokens),
+            ALONE: Decoder(model, DynamicCache(config=model.config), tokens[:, :16]),
+        }
         counts: dict[str, tuple[int, int, int]] = {}
         for arm in options.arms:
             budget = int(total * arm.share) + (1 << 20)
@@ -234,18 +261,18 @@ def decode_rows(
         file_reads = FileReads(options.store, total)
         stack.callback(file_reads.close)
         bandwidths: list[float] = []
-        for number in range(1 + options.steps):
-            if number == 1:  # the first step warms up
+        for number in range(1 + -(-options.steps // STEPS_OF_TURN)):
+            if number == 1:  # the first turn warms up
                 for key, each in decoders.items():
-                    each.seconds.clear()
+                    each.forget()
                     counts[key] = read_counts(each.cache)
                 bandwidths.clear()
             for key, each in decoders.items():
                 read = read_counts(each.cache)[2]
-                each.step()
+                each.take_turn()
                 if key == FROM_FILE:
-                    read = read_counts(each.cache)[2] - read
-                    bandwidths.append(file_reads.measure(read))
+                    read = (read_counts(each.cache)[2] - read) // (1 + STEPS_OF_TURN)
+                    bandwidths += [file_reads.measure(read)] * STEPS_OF_TURN
         for arm in (None, *options.arms):
             key = STOCK if arm is None else str(arm)
             if decoders[key].is_computed:
@@ -288,7 +315,7 @@ def row_of(
     where: Any,
 ) -> BenchmarkRow:
     decoder, stock = decoders[key], decoders[STOCK]
-    steps = len(decoder.seconds)
+    steps = decoder.num_steps
     hits, misses, read = (b - a for a, b in zip(before, read_counts(decoder.cache), strict=True))
     speed = statistics.median(
         theirs / ours for theirs, ours in zip(stock.seconds, decoder.seconds, strict=True)
@@ -299,6 +326,7 @@ def row_of(
         "prefill_seconds": decoder.prefill_seconds,
         "speed_to_stock": speed,
         "cache_bytes": total,
+        "model_seconds": statistics.median(decoders[ALONE].seconds),
         "equal_tokens": decoder.tokens == stock.tokens,
     }
     limit = measured = None
@@ -310,7 +338,7 @@ def row_of(
             "hits_per_step": hits / steps,
             "misses_per_step": misses / steps,
             "record_bytes": layout.record_bytes,
-            "bytes_per_second": read / sum(decoder.seconds),
+            "bytes_per_second": read / steps / statistics.mean(decoder.seconds),
             "budget_bytes": decoder.cache.report().budget_bytes,
             "unused_bytes": decoder.cache.report().unused_bytes,
             "hit_rate": hits / max(1, hits + misses),
@@ -325,7 +353,7 @@ def row_of(
             )
             limit = Limit(name=f"{SPARSE_BAR} x all from the file", value=SPARSE_BAR, unit="1")
         elif key == FROM_FILE and bandwidths:
-            # Of each step and the reads after it: the bandwidth of a disk changes with time.
+            # Of each step and the reads after its turn: the bandwidth of a disk changes with time.
             shares = [
                 read / steps / seconds / bandwidth
                 for seconds, bandwidth in zip(decoder.seconds, bandwidths, strict=True)
@@ -353,7 +381,7 @@ def arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="one context, one model")
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES)[:3])
     parser.add_argument("--contexts", nargs="+", type=int, default=[2048, 8192, 32768, 65536])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)

@@ -1,6 +1,7 @@
 """What every test shares: a store on a real disk, fixed seeds, a watch on what is left behind."""
 
 import gc
+import multiprocessing
 import os
 import random
 import shutil
@@ -18,6 +19,10 @@ from typing import TYPE_CHECKING
 # Before NumPy and torch are imported, which read it then; child processes inherit it.
 if (_num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _num_workers)))
+
+# Inductor's code for processors is scalar: to find their vector instructions it compiles a program
+# for each, and starts a process that imports torch.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import numpy as np
 import pytest
@@ -149,6 +154,38 @@ def quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "extract_test_fn", lambda: None)
 
 
+@pytest.fixture(scope="session")
+def interpreter_of_triton() -> Iterator[None]:
+    """Triton's interpreter with bounds of loops that are loaded, and without needless work.
+
+    NumPy 2.4 makes no int of an array of one number, which is what such a bound is there. Each call
+    of a function by a kernel patches `triton.language` again, as the launch of the kernel has done:
+    that is a third of the time.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    set_attr, patch_language = interpreter._LangPatchScope.set_attr, interpreter._patch_lang
+
+    def set_with_item(scope, target, name, value) -> None:
+        if name == "__index__":
+            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
+        set_attr(scope, target, name, value)
+
+    def patch_once(function):
+        modules = (language, language.core)
+        named = [
+            each for each in modules if any(each is it for it in function.__globals__.values())
+        ]
+        is_patched = not any(language.core.is_builtin(module.load) for module in named)
+        return None if is_patched else patch_language(function)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter._LangPatchScope, "set_attr", set_with_item)
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        yield
+
+
 @pytest.fixture
 def simulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]:
     """A CUDA device on which nothing runs before it is waited for; see `simulated_cuda.py`."""
@@ -270,6 +307,8 @@ def pytest_configure(config: pytest.Config) -> None:
         servers = fork_servers.ForkServers()
         os.environ[fork_servers.VARIABLE] = str(servers.directory)
         config.add_cleanup(servers.close)
+    if fork_servers.VARIABLE in os.environ:  # for processes that a test spawns
+        multiprocessing.set_executable(fork_servers.find_python("torch"))
     if metadata.version("torch").startswith("2.11."):
         config.addinivalue_line(
             "filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning"

@@ -140,6 +140,13 @@ def test_the_examples_of_attention_run_one_after_the_other(tmp_path, monkeypatch
     assert "block-sparse attention" in said and "torch.Size([8, 1024])" in said
 
 
+def test_the_examples_of_operators_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    examples = blocks("docs/ops.md")
+    assert len(examples) >= 3
+    said = execute("\n".join(examples), tmp_path, monkeypatch, capsys)
+    assert "numerator_degree=5" in said and "torch.Size([2, 8, 20, 20])" in said
+
+
 def section(page: str, heading: str) -> str:
     text = (REPOSITORY / page).read_text()
     return text.split(f"## {heading}\n")[1].split("\n## ")[0]

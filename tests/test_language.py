@@ -159,6 +159,7 @@ def persons(sources: Iterable[Source]) -> list[str]:
     return [
         source.at(line, f"{found[0]!r} in {' '.join(text.split())[:80]!r}")
         for source in sources
+        if PERSONS.search(source.text)  # few have one, and finding comments takes long
         for line, text in [*docstrings(source), *comments(source)]
         for found in PERSONS.finditer(text)
     ]

@@ -1,7 +1,7 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
 compat, solvers, units, errors, tables <- memory, codegen <- iomodel
-  <- activations, unified, attention, graph, rgnn, batching <- traversal, lora, kv <- planner
+  <- activations, unified, attention, ops, graph, rgnn, batching <- traversal, lora, kv <- planner
   <- partitioner <- executor <- report <- integrations <- cli, env
 
 No modules import each other in a circle, and none imports a private module of another package.
@@ -21,7 +21,7 @@ LAYERS = [
     {"compat", "solvers", "units", "errors", "tables", "_lazy", "_version"},
     {"memory", "codegen"},
     {"iomodel"},
-    {"activations", "unified", "attention", "graph", "rgnn", "batching"},
+    {"activations", "unified", "attention", "ops", "graph", "rgnn", "batching"},
     {"traversal", "lora", "kv"},
     {"planner"},
     {"partitioner"},
@@ -31,10 +31,11 @@ LAYERS = [
     {"cli", "env", "__main__"},
 ]
 # Rooms that know nothing of each other, although they lie side by side.
-APART = {"activations", "unified", "attention", "rgnn", "batching"}
+APART = {"activations", "unified", "attention", "ops", "rgnn", "batching"}
 # Rooms that may not use everything below them, only the first layer and these.
 ONLY = {
     "attention": {"memory", "codegen", "iomodel"},
+    "ops": {"codegen", "iomodel"},
     "traversal": {"unified"},
     "lora": {"batching", "codegen", "iomodel"},
     "kv": {"memory", "codegen", "iomodel"},

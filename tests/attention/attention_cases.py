@@ -103,6 +103,7 @@ def operands(
     pattern: Pattern,
     *,
     batch: int = 1,
+    heads: int = 4,
     kv_heads: int = 2,
     dim: int = 16,
     value_dim: int | None = None,
@@ -110,14 +111,14 @@ def operands(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Return q with 4 heads, k, v and perhaps a bias, with gradients."""
+    """Return q, k, v and perhaps a bias, with gradients."""
     generator = torch.Generator().manual_seed(seed)
     _, num_queries, num_keys = pattern.mask.shape
     shapes = [
-        (batch, 4, num_queries, dim),
+        (batch, heads, num_queries, dim),
         (batch, kv_heads, num_keys, dim),
         (batch, kv_heads, num_keys, dim if value_dim is None else value_dim),
-        *([(batch, 4, num_keys)] if has_bias else []),
+        *([(batch, heads, num_keys)] if has_bias else []),
     ]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [each.to(dtype).requires_grad_() for each in drawn]

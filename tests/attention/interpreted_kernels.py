@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from attention_cases import Pattern, blocks, causal, documents, operands, relative_error, tree
 from penstock.attention import Layout, _paths, _torch, blocksparse, blocksparse_report
@@ -29,7 +27,10 @@ TOLERANCES = {FLOAT: 2e-6, HALF: 2e-3}
 """Of norms, relative: sums of tens of products are off by 1e-7 each; weights and their changes are
 rounded to 11 bits before they are multiplied."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+pytestmark = [
+    pytest.mark.usefixtures("interpreter_of_triton"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log2"),
+]
 
 PATTERNS: dict[str, Callable[[], Pattern]] = {
     "causal": lambda: causal(37, 16),
@@ -43,32 +44,17 @@ PATTERNS: dict[str, Callable[[], Pattern]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _bounds_of_loops():
-    """NumPy 2.4 makes no int of an array of one number, which is what the interpreter has."""
-    patch = pytest.MonkeyPatch()
-    set_attr = interpreter._LangPatchScope.set_attr
-
-    def with_item(scope: Any, target: Any, name: str, value: Any) -> None:
-        if name == "__index__":
-            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
-        set_attr(scope, target, name, value)
-
-    patch.setattr(interpreter._LangPatchScope, "set_attr", with_item)
-    yield
-    patch.undo()
-
-
 def run_both(pattern: Pattern, given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return output, log-sum-exp and gradients by the kernels, and by torch in float64."""
     results = []
     shape = (*given[0].shape[:3], given[2].shape[3])
     dout = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(given[0].dtype)
+    scale = 1.2 * given[0].shape[3] ** -0.5  # scores of one size, and errors of it, in all dims
     for module, dtype in ((kernels, given[0].dtype), (_torch, torch.float64)):
         q, k, v = (each.detach().to(dtype) for each in given[:3])
         bias = given[3].detach().to(_torch.sum_dtype(q)) if len(given) > 3 else None
-        out, lse = module.forward(q, k, v, pattern.layout, bias, 0.3)
-        grads = module.backward(dout.to(dtype), q, k, v, out, lse, pattern.layout, bias, 0.3)
+        out, lse = module.forward(q, k, v, pattern.layout, bias, scale)
+        grads = module.backward(dout.to(dtype), q, k, v, out, lse, pattern.layout, bias, scale)
         results.append([out, lse, *(each for each in grads if each is not None)])
     return results[0], results[1]
 
@@ -89,7 +75,10 @@ def check(pattern: Pattern, given: list[Tensor]) -> list[Tensor]:
     [*((name, FLOAT) for name in PATTERNS), ("documents", HALF), ("random by head", HALF)],
 )
 def test_values_and_gradients_of_every_layout(name: str, dtype: torch.dtype):
-    check(PATTERNS[name](), operands(PATTERNS[name](), has_bias=True, dtype=dtype))
+    pattern = PATTERNS[name]()
+    heads = max(2, len(pattern.mask))
+    given = operands(pattern, heads=heads, kv_heads=heads // 2, has_bias=True, dtype=dtype)
+    check(pattern, given)
 
 
 @pytest.mark.parametrize(("kv_heads", "dtype"), [(1, HALF), (4, FLOAT)])
@@ -102,7 +91,8 @@ def test_groups_of_heads_without_a_bias(kv_heads: int, dtype: torch.dtype):
 def test_dims_and_values_of_another_width(dims: tuple[int, int]):
     pattern = documents([18], 16, True, None)
     dtype = HALF if dims[0] % 16 else FLOAT
-    check(pattern, operands(pattern, dim=dims[0], value_dim=dims[1], has_bias=True, dtype=dtype))
+    shape = {"heads": 2, "kv_heads": 1, "dim": dims[0], "value_dim": dims[1]}
+    check(pattern, operands(pattern, **shape, has_bias=True, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +102,7 @@ def test_dims_and_values_of_another_width(dims: tuple[int, int]):
 def test_blocks_of_several_tiles(block: int, tile: BlockTile, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_launch, "choose_tile", lambda *_: tile)
     pattern = documents([30, 40, 3], block, True, None)
-    check(pattern, operands(pattern, kv_heads=1, has_bias=True, dtype=FLOAT))
+    check(pattern, operands(pattern, heads=2, kv_heads=1, has_bias=True, dtype=FLOAT))
 
 
 def test_a_block_that_is_not_partial_is_not_compared():
@@ -122,7 +112,7 @@ def test_a_block_that_is_not_partial_is_not_compared():
     pattern.layout.is_partial_of_column.zero_()
     query, key = torch.arange(48)[:, None], torch.arange(48)
     wanted = Layout.from_blocks((key[::16] <= query[::16]), 16)
-    given = operands(pattern, dtype=FLOAT)
+    given = operands(pattern, heads=2, kv_heads=1, dtype=FLOAT)
     found = run_both(pattern, given)[0]
     for each, exact in zip(found, run_both(Pattern(wanted, pattern.mask), given)[1], strict=True):
         assert relative_error(each, exact) < TOLERANCES[FLOAT]
@@ -160,7 +150,9 @@ def test_a_number_that_is_none_is_not_hidden():
 
 def test_strides_of_operands_do_not_change_bits():
     pattern = documents([11, 13], 16, True, None)
-    given = [each.detach() for each in operands(pattern, batch=2, has_bias=True, dtype=FLOAT)]
+    given = [
+        each.detach() for each in operands(pattern, batch=2, heads=2, has_bias=True, dtype=FLOAT)
+    ]
     q, k, v, bias = given
     moved = [
         q.transpose(1, 2).contiguous().transpose(1, 2),
@@ -214,7 +206,9 @@ def test_bytes_are_those_of_the_formula(dtype, has_bias, tile, monkeypatch):
         monkeypatch.setattr(_launch, "choose_tile", lambda *_: tile)
         monkeypatch.setattr("penstock.attention.triton._bytes.choose_tile", lambda *_: tile)
     for pattern in (documents([30, 11], 32, True, None), blocks(3, 4, 40, 70, 64, 0.7, False)):
-        given = operands(pattern, dim=24, value_dim=16, has_bias=has_bias, dtype=dtype)
+        heads = max(2, len(pattern.mask))
+        shape = {"heads": heads, "kv_heads": heads // 2, "dim": 24, "value_dim": 16}
+        given = operands(pattern, **shape, has_bias=has_bias, dtype=dtype)
         q, k, v, bias = (*(each.detach() for each in given), None)[:4]
         bias = None if bias is None else bias.float()
         model = BlockBytes(q=q, k=k, v=v, layout=pattern.layout, has_bias=has_bias)

@@ -76,6 +76,30 @@ def test_second_derivatives_are_refused():
         dq.sum().backward()
 
 
+def test_transformations_of_functions_are_those_of_torch():
+    pattern = documents([20, 9], 16, True, None)
+    q, k, v = (each.detach() for each in operands(pattern, dim=8))
+
+    def call(q: Tensor) -> Tensor:
+        return blocksparse(q, k, v, pattern.layout)
+
+    expected = call(q)
+    step = 1e-6 * torch.randn_like(q)
+    found, change = torch.func.jvp(call, (q,), (step,))
+    torch.testing.assert_close((found, expected + change), (expected, call(q + step)))
+    each = torch.func.vmap(call)(torch.stack([q, q + step]))
+    torch.testing.assert_close(each, torch.stack([expected, call(q + step)]))
+    q.requires_grad_()
+    (theirs,) = torch.autograd.grad(call(q).sum(), q)
+    torch.testing.assert_close(torch.func.grad(lambda q: call(q).sum())(q), theirs)
+
+
+def test_a_shape_is_computed_without_memory():
+    layout = Layout.window(40, 9, 16).to("meta")
+    q, k, v = (torch.empty(2, 4, 40, dim, device="meta") for dim in (8, 8, 5))
+    assert blocksparse(q, k, v, layout).shape == (2, 4, 40, 5)
+
+
 def test_dense_layouts_are_sent_to_sdpa():
     layout = Layout.from_blocks(torch.ones(2, 2).bool(), 16)
     q, k, v = operands(Pattern(layout, layout.token_mask()))
@@ -108,8 +132,15 @@ def test_operands_that_do_not_fit_are_refused(change, error: type[Exception], me
 def test_a_bias_of_another_shape_is_refused(shape: tuple[int, ...]):
     layout = Layout.window(40, 9, 16)
     q, k, v = operands(Pattern(layout, layout.token_mask()))
-    with pytest.raises(ValueError, match="bias has the shape"):
-        blocksparse(q, k, v, layout, bias=torch.zeros(shape))
+    for call in (blocksparse, blocksparse_report):
+        with pytest.raises(ValueError, match="bias has the shape"):
+            call(q, k, v, layout, bias=torch.zeros(shape))
+
+
+def test_a_scale_that_would_get_no_gradient_is_refused():
+    q = torch.zeros(1, 4, 40, 16)
+    with pytest.raises(TypeError, match="scale is a tensor"):
+        blocksparse(q, q, q, Layout.window(40, 9, 16), scale=torch.tensor(1.0))  # pyright: ignore
 
 
 def test_layouts_of_other_lengths_and_heads_are_refused():

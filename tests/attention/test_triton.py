@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +11,12 @@ import pytest
 import torch
 
 from attention_cases import blocks, causal, documents, operands, relative_error, tree
-from fork_servers import find_python
 from penstock.attention import Layout, _torch, blocksparse, blocksparse_report
+from triton_tests import compile_well, needs_triton, run_interpreted, run_without
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which comes with CUDA"
-)
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
-SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
-"""Memory that the warps of a program share, at most."""
 TOLERANCES = {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 2e-2}
 """Of norms, relative: in float32 sums of some hundred products; else 11 and 8 bits of weights."""
 
@@ -32,33 +24,16 @@ TOLERANCES = {FLOAT: 1e-5, HALF: 2e-3, BRAIN: 2e-2}
 @needs_triton
 @pytest.mark.slow
 def test_values_under_the_interpreter():
-    """In a process of its own: what is interpreted is chosen when Triton is imported."""
-    done = subprocess.run(
-        [
-            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
-            str(HERE / "interpreted_kernels.py"),
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) == 32
+    run_interpreted(HERE / "interpreted_kernels.py", at_least=32)
 
 
 def test_nothing_imports_triton_before_a_gpu_is_used():
     code = (
-        "import sys, torch\nfrom penstock.attention import Layout, blocksparse\n"
+        "import torch\nfrom penstock.attention import Layout, blocksparse\n"
         "q = torch.ones(1, 2, 20, 16)\n"
         "blocksparse(q, q, q, Layout.window(20, 5, 16))\n"
-        "assert 'penstock.attention.triton' not in sys.modules\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([find_python("torch"), "-c", code], env=environment, check=False)
-    assert done.returncode == 0
+    run_without("penstock.attention.triton", code)
 
 
 def test_tensors_of_a_gpu_take_the_kernels_and_float64_does_not(monkeypatch):
@@ -119,19 +94,12 @@ def record_launches(
     ids=str,
 )
 def test_kernels_compile_without_spills_or_atomics(dims, block, dtype, target):
-    from _kernel_resources import compile_launch
-
     launches = record_launches(dtype, dims, block, has_bias=True)
     names = [each.kernel.__name__ for each in launches]
     assert names == ["attend_queries", "differentiate_queries", "differentiate_keys"]
     for launch, name in zip(launches, names, strict=True):
         stages = launch.num_stages if target == "sm_90" else 1
-        compiled = compile_launch(dataclasses.replace(launch, num_stages=stages), target)
-        resources = compiled.resources
-        assert resources.spill_bytes == 0, (name, resources)
-        assert resources.shared_bytes <= SHARED_BYTES[target], (name, resources)
-        text = str(compiled.asm.get("ptx", compiled.asm.get("amdgcn")))
-        assert not re.search(r"\b(atom|red)\.|atomic", text), name
+        text, _ = compile_well(dataclasses.replace(launch, num_stages=stages), target)
         assert dtype == FLOAT or re.search(r"wgmma|mma\.sync|mfma", text), name
         assert target != "sm_90" or "cp.async" in text, name
 

@@ -22,6 +22,7 @@ import penstock
 from fork_servers import find_python
 from penstock import cli
 from penstock.cli import _run, _script
+from penstock.memory import _probe
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 OURS = re.compile(r"^penstock.*\n", re.MULTILINE)
@@ -159,6 +160,8 @@ def test_unknown_options_before_the_script_are_refused():
 def test_probe_as_table_and_as_json(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PENSTOCK_STORE", str(store))
+    monkeypatch.setattr(_probe, "_LINK_SECONDS", 0.0)  # as few runs as there may be
+    monkeypatch.setattr(_probe, "_CACHE_RUN_BYTES", 2**22)
     result = CliRunner().invoke(cli.app, ["probe", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["links"]

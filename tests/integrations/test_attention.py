@@ -139,8 +139,9 @@ def test_a_collators_offsets_of_documents_are_taken(has_positions: bool, calls):
     assert torch.allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])
-def test_generated_tokens_are_those_of_sdpa(kind: str):
+def test_generated_tokens_are_those_of_sdpa(kind: str, cache: str):
     model = make_model(kind, **({"sliding_window": 9} if kind == "Mistral" else {}))
     tokens = tokens_of()
     mask = (torch.arange(48) >= torch.tensor([[0], [21]])).long()
@@ -148,7 +149,7 @@ def test_generated_tokens_are_those_of_sdpa(kind: str):
     for implementation in ("sdpa", "penstock"):
         model.set_attn_implementation(implementation)
         options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask}
-        answers.append(model.generate(tokens, **options))
+        answers.append(model.generate(tokens, **options, cache_implementation=cache))
     assert torch.equal(*answers)
 
 

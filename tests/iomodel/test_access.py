@@ -97,6 +97,28 @@ def test_a_partial_function_declares_with_its_own_arguments():
     assert find_access(functools.partial(len)) is None
 
 
+def test_a_method_declares_with_its_object():
+    class Table:
+        @declare_access(lambda trace, table, x: trace.read(x, 0, table.num_bytes))
+        def read(self, x):
+            return x
+
+        num_bytes = 12
+
+    trace, access = AccessTrace(), find_access(functools.partial(Table().read, torch.zeros(8)))
+    assert access is not None
+    access(trace)
+    assert trace.read_bytes == 12
+
+
+@pytest.mark.parametrize("num_bytes", [-5, [1, 2, 3], [4, -1]])
+def test_ranges_that_do_not_fit_are_named(num_bytes):
+    with pytest.raises(ValueError, match="for 2 offsets"):
+        AccessTrace().read(0, [0, 64], num_bytes)
+    with pytest.raises(ValueError, match="line_bytes is 0"):
+        simulate_caches(AccessTrace(), [64], line_bytes=0)
+
+
 def test_wrong_capacities_are_named(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="ascending"):
         simulate_caches(AccessTrace(), [128, 64])

@@ -171,6 +171,22 @@ def test_refusals(processor):
         explain(torch.zeros, 3, machine=bare, repetitions=0)
 
 
+def test_calls_that_cannot_be_explained_are_named(processor):
+    def count():
+        yield 1
+
+    for function in (count, lambda: count()):
+        with pytest.raises(TypeError, match="returned a generator"):
+            explain(function, machine=processor, repetitions=0)
+    for options, message in (({"num_threads": 0}, "num_threads is 0"),
+                             ({"operations": -1}, "operations is -1")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            explain(torch.relu, torch.ones(2), machine=processor, **options)
+    for functions in (("torch:add", None), (torch.relu, 3)):
+        with pytest.raises(TypeError, match="cannot be called"):
+            explain(functions[0], torch.ones(2), base=functions[1], machine=processor)
+
+
 def test_the_picture_is_a_png(processor, tmp_path):
     pytest.importorskip("matplotlib")
     a = torch.zeros(256, 256)

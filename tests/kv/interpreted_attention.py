@@ -28,9 +28,11 @@ HALF_TOLERANCE = 2e-3
 worst, and multiply values near 1 or 2."""
 DIMS = [(16, 16), (20, 40), (64, 64), (80, 96), (128, 128), (192, 128), (256, 256), (33, 31)]
 
-pytestmark = pytest.mark.filterwarnings(
-    *("ignore:divide by zero encountered in log", "ignore:All-NaN slice encountered"),
-)
+pytestmark = [
+    pytest.mark.usefixtures("interpreter_of_triton"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered"),
+]
 
 
 def compute(layer: Layer, **options: Any) -> tuple[torch.Tensor, ...]:

@@ -71,9 +71,9 @@ def test_a_decoder_of_other_depth_than_its_encoder(num_decoder_layers: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_200_tokens_are_the_same_from_a_file(kind: str, store: Path):
-    model, prompt = make_model(kind), make_prompt(500)
+    model, prompt = make_model(kind), make_prompt(250)
     theirs = generate(model, prompt, 200)
-    budget = cache_bytes(model, 700) // 16
+    budget = cache_bytes(model, 450) // 16
     with make_cache(model, budget, store=store) as cache:
         assert_same(generate(model, prompt, 200, past_key_values=cache), theirs)
         check_bytes(cache.report(), budget)

@@ -27,6 +27,7 @@ from penstock.errors import (
     StoreReadError,
     StoreWriteError,
 )
+from penstock.kv import _attend
 from penstock.memory import FileStore, _transfers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -182,6 +183,25 @@ def test_a_call_that_ends_in_the_middle(monkeypatch: pytest.MonkeyPatch):
                     cache.save("none")
             cache.reset()
             assert_same(generate(model, prompt, 5, past_key_values=cache), theirs)
+
+
+def test_a_step_that_ends_while_its_traceback_is_kept(store: Path, monkeypatch: pytest.MonkeyPatch):
+    """As a notebook keeps it: the records of the step are free all the same."""
+    model, prompt = make_model("llama"), make_prompt(90, batch_size=1)
+    theirs = generate(model, prompt, 5)
+    with make_cache(model, store) as cache:
+        generate(model, prompt, 5, past_key_values=cache)
+
+        def stop(*_: Any) -> NoReturn:
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_attend._Step, "attend", stop)
+            with pytest.raises(ZeroDivisionError) as kept, torch.no_grad():
+                model(input_ids=torch.full((1, 1), 5), past_key_values=cache)
+        cache.reset()
+        assert_same(generate(model, prompt, 5, past_key_values=cache), theirs)
+        assert kept.traceback
 
 
 @pytest.mark.parametrize("error", [Interrupted, RuntimeError])

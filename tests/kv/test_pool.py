@@ -271,6 +271,37 @@ def test_window_reads_sinks_and_recent_blocks():
     pool.close()
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_window_that_is_resident(is_padded: bool):
+    """Its addresses are kept from step to step; only blocks with tokens that are seen are read."""
+    keys, values = torch.rand(2, 2, 2, 330, 32)
+    pool = BlockPool(device_memory="4MiB", block_tokens=16)
+    pool.append(0, keys, values)
+    padding = torch.ones(2, 400, dtype=torch.bool)
+    if is_padded:
+        padding[1, :100] = False  # of the blocks 2 to 19, four are hidden in the second sequence
+    for step, first_token in enumerate((37, 38, 48)):
+        query = torch.rand(2, 4, 1, 32)
+        visibility = Visibility(2, 329 + step, is_causal=True, padding=padding)
+        before = pool.report().num_hits
+        out = attend_pool(pool, 0, query, ScoreRule(1.0), visibility, first_token=first_token)
+        num_blocks = pool.num_blocks(0) - first_token // 16
+        num_hidden = 6 - first_token // 16 if is_padded else 0
+        assert pool.report().num_hits - before == 2 * (2 * num_blocks - num_hidden)
+        seen = padding[:, None, None, : keys.shape[2]].clone()
+        seen[..., :first_token] = False
+        repeated = (each.repeat_interleave(2, 1) for each in (keys, values))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, *repeated, seen, scale=1.0
+        )
+        torch.testing.assert_close(out, expected)
+        more = torch.rand(2, 2, 2, 1, 32)
+        pool.append(0, *more)
+        keys, values = torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2)
+    assert pool.report().num_misses == 0
+    pool.close()
+
+
 @given(st.data())
 @settings(max_examples=40)
 def test_parts_merge_to_the_whole(data: st.DataObject):

@@ -27,14 +27,15 @@ class AgainstDictionary(RuleBasedStateMachine):
     def touch(self, ids, cost):
         self.residency.touch(ids, cost)
 
-    @rule(ids=ids_lists)
-    def admit(self, ids):
+    @rule(ids=ids_lists, most_free=st.sampled_from([None, 0, 1]))
+    def admit(self, ids, most_free):
         missing = [i for i in ids if i not in self.slot_of]
         worth = {i: float(self.residency._worth(np.array([i]))[0]) for i in range(NUM_RECORDS)}
         free = set(range(self.num_slots)) - set(self.slot_of.values())
-        admitted, slots, evicted = self.residency.admit(missing)
+        usable = len(free) if most_free is None else min(most_free, len(free))
+        admitted, slots, evicted = self.residency.admit(missing, most_free)
         assert set(admitted) <= set(missing)
-        assert len(admitted) == len(slots) == min(len(free), len(missing)) + len(evicted)
+        assert len(admitted) == len(slots) == min(usable, len(missing)) + len(evicted)
         assert all(record in self.slot_of for record in evicted)
         assert not any(self.pins.get(record) for record in evicted)
         unpinned = [i for i in self.slot_of if not self.pins.get(i)]

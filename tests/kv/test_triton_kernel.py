@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fork_servers import find_python
 from record_layer import BRAIN, FLOAT, HALF, Layer, assert_close
+from triton_tests import compile_well, needs_triton, run_interpreted, run_without
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which comes with CUDA"
-)
-SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
-"""Memory that the warps of a program share, at most."""
 TOLERANCES = {FLOAT: 4e-6, HALF: 2e-3, BRAIN: 2e-2}
 """Records are exact; in float32 sums of some hundred products are rounded by 2**-24 each, else
 weights below 1 by 2**-11 and 2**-8, which multiply values near 1 or 2."""
@@ -31,33 +23,16 @@ weights below 1 by 2**-11 and 2**-8, which multiply values near 1 or 2."""
 @needs_triton
 @pytest.mark.slow
 def test_values_under_the_interpreter():
-    """In a process of its own: what is interpreted is chosen when Triton is imported."""
-    done = subprocess.run(
-        [
-            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
-            str(HERE / "interpreted_attention.py"),
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) >= 83
+    run_interpreted(HERE / "interpreted_attention.py", at_least=83)
 
 
 def test_nothing_imports_triton_before_a_gpu_is_used():
     code = (
-        "import sys, torch\nfrom penstock import kv\n"
+        "import torch\nfrom penstock import kv\n"
         "pool = kv.BlockPool(device_memory='1MiB')\n"
         "pool.append(0, torch.rand(1, 2, 100, 16), torch.rand(1, 2, 100, 16))\n"
-        "assert 'penstock.kv.triton' not in sys.modules\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([find_python("torch"), "-c", code], env=environment, check=False)
-    assert done.returncode == 0
+    run_without("penstock.kv.triton", code)
 
 
 def record_launches(dtype: torch.dtype, shape: dict[str, int], *, masked: bool) -> list[Any]:
@@ -91,8 +66,6 @@ def record_launches(dtype: torch.dtype, shape: dict[str, int], *, masked: bool) 
 @pytest.mark.parametrize("dtype", [BRAIN, FLOAT])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_kernels_compile_without_spills_or_atomics(dim, dtype, target):
-    from _kernel_resources import compile_launch
-
     for group, num_tokens in ((4, 1), (8, 16)):
         for masked in (False, True):
             shape = {"group": group, "num_tokens": num_tokens, "dim": dim}
@@ -100,12 +73,8 @@ def test_kernels_compile_without_spills_or_atomics(dim, dtype, target):
             assert [each.kernel.__name__ for each in launches] == ["attend_tasks", "merge_tasks"]
             for launch in launches:
                 stages = launch.num_stages if target == "sm_90" else min(launch.num_stages, 2)
-                compiled = compile_launch(dataclasses.replace(launch, num_stages=stages), target)
-                case, resources = (shape, masked, launch.kernel.__name__), compiled.resources
-                assert resources.spill_bytes == 0, (case, resources)
-                assert resources.shared_bytes <= SHARED_BYTES[target], (case, resources)
-                text = str(compiled.asm.get("ptx", compiled.asm.get("amdgcn")))
-                assert not re.search(r"\b(atom|red)\.|atomic", text), case
+                text, _ = compile_well(dataclasses.replace(launch, num_stages=stages), target)
+                case = (shape, masked, launch.kernel.__name__)
                 if launch.kernel.__name__ == "attend_tasks":
                     assert dtype == FLOAT or re.search(r"wgmma|mma\.sync|mfma", text), case
                     if target == "sm_90" and num_tokens == 1:
@@ -115,18 +84,15 @@ def test_kernels_compile_without_spills_or_atomics(dim, dtype, target):
 @needs_triton
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_copies_compile_to_wide_words(target):
-    from _kernel_resources import compile_launch
     from penstock.kv.triton._copy import copy_launch
 
     table = torch.empty(2, 100, dtype=torch.int64)
-    compiled = compile_launch(copy_launch(table, 32768, 16), target)
-    assert compiled.resources.spill_bytes == 0, compiled.resources
-    assert compiled.resources.registers <= 128, compiled.resources  # four programs to a processor
+    text, resources = compile_well(copy_launch(table, 32768, 16), target)
+    assert resources.registers <= 128, resources  # four programs to a processor
     wide = {
         "sm_90": r"ld\.global\.v4\.b32.*st\.global\.v4\.b32",
         "gfx942": r"(global|buffer)_load_dwordx4.*(global|buffer)_store_dwordx4",
     }
-    text = str(compiled.asm.get("ptx", compiled.asm.get("amdgcn")))
     assert re.search(wide[target], text, re.DOTALL)
 
 

@@ -122,6 +122,29 @@ def test_reads_that_nobody_waits_for_keep_their_memory(store: Path):
 
 
 @needs_queue
+def test_an_interrupt_just_after_the_start(stored: Stored, monkeypatch: pytest.MonkeyPatch):
+    library, finished = _read_queue._library_of_queue(), []
+
+    class Interrupting:
+        def __getattr__(self, name: str):
+            return getattr(library, name)
+
+        def penstock_reads_start(self, *arguments):
+            library.penstock_reads_start(*arguments)
+            raise KeyboardInterrupt
+
+        def penstock_reads_finish(self, batch, is_whole):
+            finished.append(batch)
+            library.penstock_reads_finish(batch, is_whole)
+
+    monkeypatch.setattr(_read_queue, "_library_of_queue", Interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        stored.start()
+    gc.collect()
+    assert finished and stored.is_read  # they have ended before their memory could be freed
+
+
+@needs_queue
 def test_signals_while_waiting(file: ExtentFile):
     stored, calls = Stored(file, 64 * MIB), []
     before = signal.signal(signal.SIGALRM, lambda *_: calls.append(None))

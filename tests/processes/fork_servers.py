@@ -4,6 +4,7 @@ Importing torch takes two seconds of a processor, Transformers and PEFT six, and
 well over a hundred processes that need them. A test that is about what a program does, and not
 about what a fresh interpreter has imported, starts the fixture `torch_python` or
 `transformers_python` in place of `sys.executable`. Penstock itself is imported by each process.
+Processes that `multiprocessing` spawns for a test are such programs, too (`pytest_configure`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from penstock.attention._layout import Layout
 from penstock.attention._operator import blocksparse_forward
 from penstock.attention._paths import choose_path
-from penstock.attention._torch import sum_dtype
+from penstock.attention._torch import attend, sum_dtype
+from penstock.compat.autograd import is_transformed
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -47,10 +48,11 @@ def blocksparse(
 
     Returns:
         `(B, Hq, N, dv)` of the dtype of q, or of autocast. A query that sees nothing has the output
-        0 and gradients of 0. There is no second derivative.
+        0 and gradients of 0. There is no second derivative. Transformations of `torch.func` and
+        derivatives of forward mode go through torch, with the weights of all listed blocks.
 
     Raises:
-        TypeError: Dtypes differ or are not supported.
+        TypeError: Dtypes differ or are not supported, or the scale is a tensor.
         ValueError: A shape or a device does not fit.
     """
     q, k, v = _cast([q, k, v])
@@ -61,16 +63,23 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, scale: float | None
 ) -> Tensor:
     check_operands(q, k, v, layout)
-    bias = _expand_bias(bias, q, k)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    bias = expand_bias(bias, q, k)
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            f"scale is a tensor, {scale!r}, which would get no gradient: pass a number, and "
+            "multiply q by a factor that is learned"
+        )
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     if choose_path(q, layout, bias).name != "SDPA":
-        return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, scale)[0]
+        if not torch.compiler.is_compiling() and is_transformed():
+            return attend(q, k, v, layout, bias, factor)
+        return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, factor)[0]
     return scaled_dot_product_attention(
         q,
         k,
         v,
         is_causal=layout.pattern == "causal",
-        scale=scale,
+        scale=factor,
         enable_gqa=q.shape[1] != k.shape[1],
     )
 
@@ -78,7 +87,7 @@ def _attend(
 def _cast(operands: list[Tensor]) -> list[Tensor]:
     """Return operands in the dtype of autocast, where it is on; never of float64, as torch does."""
     device = operands[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return operands
     dtype = torch.get_autocast_dtype(device)
     return [each if each.dtype == torch.float64 else each.to(dtype) for each in operands]
@@ -126,7 +135,7 @@ def _check_tokens(
         )
 
 
-def _expand_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def expand_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Return the bias as `(B, Hq, M)` of the dtype of sums."""
     if bias is None:
         return None

@@ -179,14 +179,17 @@ class Layout:
                 a query sees so many less one to either side. None for the whole document.
 
         Raises:
+            TypeError: Lengths are no whole numbers.
             ValueError: A length or the window is not positive.
         """
         _check_block(block)
-        lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        lengths = torch.as_tensor(lengths)
         if lengths.dim() != 1 or lengths.numel() == 0 or bool((lengths < 1).any()):
             raise ValueError(
                 f"lengths are {lengths.tolist()}, but must be positive and at least one"
             )
+        _check_integers("lengths", lengths)
+        lengths = lengths.long()
         window = None if window is None else _positive("window", window)
         return cls.from_ranges(*_patterns.document_ranges(lengths, causal, window), block)
 
@@ -296,10 +299,12 @@ class Layout:
             block: Tokens of a block: 16, 32, 64 or 128.
 
         Raises:
-            ValueError: The tokens are in another order.
+            TypeError: Parents are no whole numbers.
+            ValueError: The tokens are in another order, or there is none.
         """
-        parents = torch.as_tensor(parents, dtype=torch.int64)
-        _check_vector("parents", parents, len(parents))
+        parents = torch.as_tensor(parents)
+        _check_vector("parents", parents, parents.numel())
+        parents = parents.long()
         return cls.from_ranges(
             torch.zeros_like(parents),
             torch.arange(1, len(parents) + 1),
@@ -460,9 +465,13 @@ def _check_tokens(name: str, value: int | None, num_blocks: int, block: int) -> 
 def _check_vector(name: str, tensor: Tensor | None, length: int) -> None:
     if tensor is None:
         return
+    _check_integers(name, tensor)
+    if tensor.shape != (length,):
+        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, but must have ({length},)")
+
+
+def _check_integers(name: str, tensor: Tensor) -> None:
+    if tensor.numel() == 0:
+        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}: there must be one at least")
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} has the dtype {tensor.dtype}, but must have integers")
-    if tensor.shape != (length,) or length == 0:
-        raise ValueError(
-            f"{name} has the shape {tuple(tensor.shape)}, but must have ({length},), not 0"
-        )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.attention._layout import Layout
-from penstock.attention._torch import empty_gradient, sum_dtype
-from penstock.codegen import THREADS, VECTORS, load_optional_library
+from penstock.attention._torch import empty_gradient, empty_output, sum_dtype
+from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 _FILES = ("tiles.cpp", "blocks.cpp", "query_pass.cpp", "key_pass.cpp")
@@ -36,7 +36,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the attention and the log-sum-exp of its scores, as `_torch.forward` does."""
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    out = empty_output(q, v)
     lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
     _call(q, k, v, layout, bias, scale, out=out, lse=lse)
     return out, lse
@@ -132,7 +132,7 @@ def _strides(tensor: Tensor | None) -> tuple[int, int, int]:
 def _library() -> ctypes.CDLL | None:
     return load_optional_library(
         "attention",
-        [THREADS, VECTORS, *(Path(__file__).with_name(name) for name in _FILES)],
+        [THREADS, VECTORS, REALS, *(Path(__file__).with_name(name) for name in _FILES)],
         flags=("-O3", "-march=native"),
         functions={"penstock_blocksparse": (ctypes.c_int, [ctypes.c_char_p])},
         work="block-sparse attention is computed",

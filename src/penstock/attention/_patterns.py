@@ -67,6 +67,9 @@ def bigbird_mask(
     num_global, num_near, num_random = numbers
     if num_near < 1 or num_near % 2 == 0:
         raise ValueError(f"window_blocks is {num_near}, but must be odd and positive")
+    for name, value in (("global_blocks", num_global), ("random_blocks", num_random)):
+        if value < 0:
+            raise ValueError(f"{name} is {value}, but must be at least 0")
     number = torch.arange(shape[1])
     distance = number[:, None] - number
     mask = (distance.abs() <= num_near // 2) | (number < num_global)

@@ -36,7 +36,7 @@ def forward(
         A query that sees nothing has the output 0 and the log-sum-exp -inf. The output lies in
         memory as `(B, N, Hq, dv)`.
     """
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    out = empty_output(q, v)
     lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
     for head, rows, keys, visible in _rows_of(q, k, layout):
         kv_head = head * k.shape[1] // q.shape[1]
@@ -105,6 +105,13 @@ def attend(
         weights = weights.masked_fill(hidden & has_keys, -torch.inf).softmax(-1)
         by_head[head].append(weights.masked_fill(hidden, 0.0) @ of_v)
     return torch.stack([torch.cat(each, 1) for each in by_head], 1).to(q.dtype)
+
+
+def empty_output(q: Tensor, v: Tensor) -> Tensor:
+    """Return memory for the output, in which the heads of a token lie together."""
+    (batch, heads, tokens, _), dim = q.shape, v.shape[3]
+    strides = (tokens * heads * dim, dim, heads * dim, 1)
+    return q.new_empty_strided((batch, heads, tokens, dim), strides)
 
 
 def empty_gradient(operand: Tensor, dtype: torch.dtype | None = None) -> Tensor:

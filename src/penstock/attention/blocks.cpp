@@ -39,43 +39,11 @@ struct Call {
   double scale;
 };
 
-// Call `body` with an element of the kind of operands whose sums are of type Real.
-template <class Real, class Body>
-inline void with_element(int64_t kind, Body body) {
-  if constexpr (sizeof(Real) == sizeof(double)) {
-    body(double{});
-  } else {
-    switch (kind) {
-      case 0: body(float{}); break;
-      case 1: body(Half{}); break;
-      default: body(Brain{});
-    }
-  }
-}
-
 // Rows of a tensor that pass: as they lie, or as copied.
 template <class Real>
 struct Rows {
   const Real* data;
   int64_t stride;
-};
-
-inline int64_t pad_to(int64_t number, int64_t multiple) {
-  return divide_up(number, multiple) * multiple;
-}
-
-// Memory of a thread, in whole lines.
-template <class Real>
-class Scratch {
- public:
-  Real* take(int64_t count) {
-    memory_.emplace_back(count + kLine / sizeof(Real));
-    const auto address = reinterpret_cast<uintptr_t>(memory_.back().data());
-    return memory_.back().data() + (kLine - address % kLine) % kLine / sizeof(Real);
-  }
-
- private:
-  std::vector<std::vector<Real>> memory_;
 };
 
 // Operands of a call by block. All are padded: rows that pass to whole groups, tokens that stay to

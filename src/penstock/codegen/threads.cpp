@@ -31,5 +31,14 @@ void parallel(int num_threads, Body body) {
       &body, static_cast<unsigned>(num_threads), 0);
 }
 
+// Split `count` tasks between threads: each gets the tasks of one range.
+template <class Body>
+void for_tasks(int64_t count, int64_t num_threads, Body body) {
+  const int64_t most = num_threads < count ? num_threads : count;
+  parallel(static_cast<int>(most), [&](int64_t thread, int64_t threads) {
+    for (int64_t i = count * thread / threads; i < count * (thread + 1) / threads; ++i) body(i);
+  });
+}
+
 }  // namespace
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from penstock.codegen import load_optional_library
-from penstock.iomodel._levels import LevelBytes
+from penstock.iomodel._levels import LevelBytes, check_counts
 
 _SOURCE = Path(__file__).with_name("lru.cpp")
 _IN_STEP_BYTES = 4096
@@ -142,7 +143,13 @@ def _ranges(buffer: torch.Tensor | int, offsets: Any, num_bytes: Any) -> tuple[A
             raise ValueError("num_bytes is None for an address; pass the bytes of each range")
         num_bytes = _extent(buffer)
     starts = np.atleast_1d(np.asarray(offsets, dtype=np.int64)).ravel()
-    lengths = np.broadcast_to(np.asarray(num_bytes, dtype=np.int64).ravel(), starts.shape)
+    lengths = np.asarray(num_bytes, dtype=np.int64).ravel()
+    if lengths.size not in (1, starts.size) or (lengths < 0).any():
+        raise ValueError(
+            f"num_bytes has {lengths.size} numbers, the least {lengths.min(initial=0)}, for "
+            f"{starts.size} offsets; pass one of at least 0, or one for each"
+        )
+    lengths = np.broadcast_to(lengths, starts.shape)
     return starts + _address(buffer), lengths
 
 
@@ -169,12 +176,20 @@ def declare_access(access: Callable[..., None]) -> Callable[[_Function], _Functi
 def find_access(function: Any) -> Callable[..., None] | None:
     """Return the accesses that a function declares, a partial one with its own arguments first."""
     declared = getattr(function, _DECLARED, None)
+    if declared is not None and inspect.ismethod(function):
+        return functools.partial(_call_with_object, declared, function.__self__)
     if declared is not None or not isinstance(function, functools.partial):
         return declared
     of = find_access(function.func)
     if of is None:
         return None
     return lambda trace, *args: of(trace, *function.args, *args, **function.keywords)
+
+
+def _call_with_object(
+    access: Callable[..., None], of: object, trace: AccessTrace, *args: Any, **kwargs: Any
+) -> None:
+    access(trace, of, *args, **kwargs)
 
 
 def simulate_caches(
@@ -200,8 +215,9 @@ def simulate_caches(
         level is named by the cache in front: `"behind 32768"`.
 
     Raises:
-        ValueError: Capacities do not ascend, or are below a line.
+        ValueError: Capacities do not ascend, or are below a line, or a line is below a byte.
     """
+    check_counts(line_bytes=line_bytes)
     lines = [capacity // line_bytes for capacity in capacities_bytes]
     _check_capacities(lines, capacities_bytes, line_bytes)
     run = _simulate_by_cpp if _library() is not None else _simulate_by_python

@@ -165,17 +165,17 @@ class _Convolution:
         A tile holds images x rows x columns x channels outputs, a patch of one input channel for
         each image, and one weight.
         """
-        lengths = (self.batch, self.down.outputs, self.across.outputs)
-        for images, height, width in itertools.product(*map(tile_lengths, lengths)):
-            patch = self._span(self.down, height) * self._span(self.across, width) * images
-            room = elements - patch - 1
+        of_down, of_across = (self._tiles(axis) for axis in (self.down, self.across))
+        tiles_of_axes = itertools.product(tile_lengths(self.batch), of_down, of_across)
+        for images, (height, tall, rows), (width, wide, columns) in tiles_of_axes:
+            room = elements - tall * wide * images - 1
             channels = min(self.out_channels, room // (images * height * width))
             if channels < 1:
                 continue
             sweeps = ceil_div(self.out_channels, channels)
             tiles = ceil_div(self.batch, images) * ceil_div(self.down.outputs, height)
             tiles *= ceil_div(self.across.outputs, width)
-            inputs = self.batch * self.in_channels * self.down.spans(height)
+            inputs = self.batch * self.in_channels * rows * columns
             yield TiledSchedule(
                 regime="direct",
                 tiles={
@@ -184,10 +184,14 @@ class _Convolution:
                     "columns": width,
                     "channels": ceil_div(self.out_channels, sweeps),
                 },
-                loaded=inputs * self.across.spans(width) * sweeps + tiles * self.weights,
+                loaded=inputs * sweeps + tiles * self.weights,
                 stored=self.outputs,
             )
 
     @staticmethod
-    def _span(axis: _ImageAxis, tile: int) -> int:
-        return min(axis.inputs, (tile - 1) * axis.stride + axis.taps)
+    def _tiles(axis: _ImageAxis) -> list[tuple[int, int, int]]:
+        """Return each length of a tile, with the inputs that one and that all of them span."""
+        return [
+            (tile, min(axis.inputs, (tile - 1) * axis.stride + axis.taps), axis.spans(tile))
+            for tile in tile_lengths(axis.outputs)
+        ]

@@ -158,9 +158,15 @@ def explain(
         repetitions: Times that each function is run, in turn; 0: not measured.
 
     Raises:
+        TypeError: What is to be explained cannot be called, or returns a generator.
+        ValueError: A number is below what it can be.
         PenstockError: A kernel is not interpreted, or no rate is known.
     """
-    check_counts(0, repetitions=repetitions)
+    check_counts(0, repetitions=repetitions, operations=operations or 0)
+    check_counts(num_threads=1 if num_threads is None else num_threads)
+    for each in (function, base or function):
+        if not callable(each):
+            raise TypeError(f"{each!r} cannot be called; pass a function, and its arguments")
     functions = [functools.partial(each, *args) for each in (function, base) if each is not None]
     calls = [count_call(each) for each in functions]
     is_interpreted = calls[0].source == "interpreter"

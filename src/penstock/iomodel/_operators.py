@@ -7,6 +7,7 @@ that memory that is freed and taken again is in the caches. Products are counted
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,12 @@ def trace_operators(function: Callable[[], object]) -> tuple[AccessTrace, int, i
     """
     trace = AccessTrace()
     with FlopCounterMode(display=False) as flops, OperatorTrace(trace) as operators:
-        function()
+        result = function()
+    if inspect.isgenerator(result) or inspect.iscoroutine(result):
+        raise TypeError(
+            f"the function returned a {type(result).__name__}, whose code has not run; pass a "
+            "function that runs it to its end"
+        )
     return trace, operators.num_operators, flops.get_total_flops()
 
 

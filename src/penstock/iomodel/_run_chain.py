@@ -22,6 +22,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.iomodel._chain import ChainOperator, ChainPlan, chain
+from penstock.iomodel._chain_checks import (
+    check_result,
+    forbid_second_derivative,
+    random_state,
+    refuse_random_numbers,
+    run_some_rows,
+)
 from penstock.iomodel._levels import check_counts, this_machine
 from penstock.memory import MachineProfile
 
@@ -54,7 +61,10 @@ def run_chain(
         The result, `(..., features)`, or the sum of the numbers.
 
     Raises:
-        ValueError: No module, no row, a module that drew random numbers, or autocast that is on.
+        TypeError: A module's result is no tensor.
+        ValueError: No module, no row, autocast that is on, or a module that drew random numbers,
+            does not work on each row alone, changes its buffers, or uses tensors that need
+            gradients and are no parameters of it.
     """
     rows, others = _flatten(x, row_args)
     check_counts(modules=len(modules), rows=len(rows))
@@ -127,6 +137,7 @@ def _describe(
     with torch.no_grad():
         with FlopCounterMode(display=False) as flops:
             result = module(rows, *extra)
+        check_result(module, result)
         seconds = 0.0
         if not flops.get_total_flops():  # of a product the rate is known
             seconds = min(_time(lambda: module(rows, *extra)) for _ in range(3)) / len(rows)
@@ -179,8 +190,9 @@ class _ChunkedModules:
         """Return the result of all rows; whole where that is one chunk."""
         if self.chunk_rows >= len(rows):
             return self.run(rows, self.others)
+        some = run_some_rows(self.run, self.modules, rows, self.others)
         if not torch.is_grad_enabled():
-            return self.join(rows, self.run_one(rows))
+            return self.join(rows, some)
         # By identity: a parameter that modules share has one gradient.
         weights = {
             id(each): each
@@ -189,22 +201,19 @@ class _ChunkedModules:
             for each in module.parameters()
             if each.requires_grad
         }
-        return _run_in_chunks(self, rows, *weights.values())
+        return _run_in_chunks(self, some, rows, *weights.values())
 
     def run(self, rows: Tensor, others: Sequence[Tensor]) -> Tensor:
         for module in self.modules[:-1]:
             rows = module(rows)
         return self.modules[-1](rows, *others)
 
-    def run_one(self, rows: Tensor) -> Tensor:
-        """Return the result of the first row, which tells what that of all is."""
-        return self.run(rows[:1], [each[:1] for each in self.others])
-
-    def join(self, rows: Tensor, one: Tensor) -> Tensor:
-        """Return the results of all chunks, or the sum of those that are numbers."""
-        total = rows.new_zeros(()) if one.dim() == 0 else one.new_empty(len(rows), *one.shape[1:])
+    def join(self, rows: Tensor, some: Tensor) -> Tensor:
+        """Return the results of all chunks, as that of some rows is, or the sum of numbers."""
+        is_sum = some.dim() == 0
+        total = rows.new_zeros(()) if is_sum else some.new_empty(len(rows), *some.shape[1:])
         for at, others in self.chunks(rows):
-            if one.dim() == 0:
+            if is_sum:
                 total = total + self.run(rows[at], others)
             else:
                 total[at] = self.run(rows[at], others)
@@ -216,8 +225,10 @@ class _ChunkedModules:
             yield at, [each[at] for each in self.others]
 
 
-def _run_in_chunks(segment: _ChunkedModules, rows: Tensor, *weights: Tensor) -> Tensor:
-    result: Any = _ChunkedSegment.apply(segment, rows, *weights)
+def _run_in_chunks(
+    segment: _ChunkedModules, some: Tensor, rows: Tensor, *weights: Tensor
+) -> Tensor:
+    result: Any = _ChunkedSegment.apply(segment, some, rows, *weights)
     return result
 
 
@@ -225,38 +236,51 @@ class _ChunkedSegment(torch.autograd.Function):
     """A segment whose values are computed again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, segment: _ChunkedModules, rows: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, segment: _ChunkedModules, some: Tensor, rows: Tensor, *weights: Tensor
+    ) -> Tensor:
         """Run all chunks; of sums, with the gradients of all operands."""
-        state = torch.get_rng_state()
-        ctx.segment, ctx.gradients = segment, None
-        ctx.save_for_backward(rows, *weights)
-        needed = ctx.needs_input_grad[1:]
-        one = segment.run_one(rows)
-        if one.dim() == 0 and any(needed):
+        state = random_state(rows.device)
+        ctx.segment, ctx.is_sum = segment, some.dim() == 0
+        # The others are not read from there: a change of theirs in place is noticed.
+        ctx.save_for_backward(rows, *weights, *segment.others)
+        needed = ctx.needs_input_grad[2:]
+        if ctx.is_sum and any(needed):
             total, ctx.gradients = _sum_with_gradients(segment, rows, weights, needed)
         else:
-            total = segment.join(rows, one)
-        if not torch.equal(state, torch.get_rng_state()):
-            raise ValueError(
-                "a module of the chain drew random numbers, which would differ in the backward "
-                "pass; leave dropout out of the chain, or set its modules to eval()"
-            )
+            total = segment.join(rows, some)
+        if not torch.equal(state, random_state(rows.device)):
+            refuse_random_numbers()
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the rows and the weights."""
-        (gradient,) = gradients
-        rows, *weights = ctx.saved_tensors
-        needed = ctx.needs_input_grad[1:]
-        if ctx.gradients is not None:
-            if bool(gradient == 1):  # as of a loss, and not worth a copy of each
-                return None, *ctx.gradients
-            return None, *(None if each is None else each * gradient for each in ctx.gradients)
-        sums = _GradientSums(rows, weights, needed)
-        for at, others in ctx.segment.chunks(rows):
-            sums.add(at, ctx.segment, others, gradient[at])
-        return None, *sums.values
+        (gradient,), needed = gradients, ctx.needs_input_grad[2:]
+        operands = ctx.saved_tensors[: len(needed)]
+        with torch.no_grad():
+            found = _differentiate(ctx, operands, needed, gradient)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = [forbid_second_derivative(each, operands) for each in found]
+        return None, None, *found
+
+
+def _differentiate(
+    ctx: Any, operands: Sequence[Tensor], needed: Sequence[bool], gradient: Tensor
+) -> list[Tensor | None]:
+    segment, (rows, *weights) = ctx.segment, operands
+    if ctx.is_sum:
+        # Given away, as the next owner may change them; a second pass computes them again.
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            _, found = _sum_with_gradients(segment, rows, weights, needed)
+        if bool(gradient == 1):  # as of a loss, and not worth a copy of each
+            return found
+        return [None if each is None else each * gradient for each in found]
+    sums = _GradientSums(rows, weights, needed)
+    for at, others in segment.chunks(rows):
+        sums.add(at, segment, others, gradient[at])
+    return sums.values
 
 
 def _sum_with_gradients(
@@ -338,7 +362,8 @@ def _is_plain_linear(module: Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a linear layer whose call does nothing else."""
     if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
         return False
-    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    hooks = module._forward_hooks, module._forward_pre_hooks
+    return not any((*hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 class _SummingLinear(torch.autograd.Function):

@@ -7,6 +7,7 @@ partial results in the order of the tokens, so that memory is the budget and not
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -85,21 +86,24 @@ def _attend_few(
     is_noted = bool(getattr(selector, "has_note", hasattr(selector, "note")))
     step = _Step(pool.platform, state, query, rule, visibility, first_token, is_noted)
     chosen = None if selector is None else selector.select(query, layer, pool)
-    if chosen is None and not is_noted and step.sees_all:
-        resident = pool.find_resident(layer)
+    if chosen is None and not is_noted and step.reads_all:
+        resident = pool.find_resident(layer, step.first_block)
         if resident is not None and resident.addresses is not None:
-            step.attention.add(resident.addresses, resident.counts, bias=step.all_bias())
+            step.attention.add(resident.addresses, resident.counts, *step.all_operands())
             return step.result
     is_read = step.find_read(chosen)
     c, b, h = np.nonzero(is_read.transpose(2, 0, 1))  # block after block
     pages = state.table[b, c + step.first_block]
     is_repeated = selector is None and first_token == 0
-    groups = pool.stream(layer, pages, h, is_repeated=is_repeated)
     is_shared = state.batch_size > 1 and pool.is_shared(pages)
-    if is_shared or step.num_rows > pool.platform.most_rows(state.layout):
-        groups = pool.platform.localize(groups, state.layout.record_bytes)
-    for items, addresses in groups:
-        step.attend(b[items], h[items], c[items], addresses)
+    stream = pool.stream(layer, pages, h, is_repeated=is_repeated)
+    # It holds slots and buffers, and a traceback of an error here may live on.
+    with contextlib.closing(stream):
+        groups = stream
+        if is_shared or step.num_rows > pool.platform.most_rows(state.layout):
+            groups = pool.platform.localize(stream, state.layout.record_bytes)
+        for items, addresses in groups:
+            step.attend(b[items], h[items], c[items], addresses)
     if not step.has_tail and state.num_tail:
         none = np.zeros(0, dtype=np.int64)
         step.attend(none, none, none, none)
@@ -116,7 +120,6 @@ class _Step:
         num_rows: Rows of queries that share a KV head.
         first_block: Number of the first column.
         has_tail: Whether the tail was attended to.
-        sees_all: Whether all tokens are seen by all queries.
     """
 
     def __init__(
@@ -142,7 +145,6 @@ class _Step:
         self._num_columns = state.num_blocks - self.first_block
         start = self.first_block * T
         seen = visibility.of_call(query.shape[2], start, state.num_tokens)
-        self.sees_all = seen is None and first_token == 0
         bias = rule.bias
         if first_token > start:
             shape = (1, 1, 1, state.num_tokens - start)
@@ -167,9 +169,18 @@ class _Step:
         attention = self.attention
         return (attention.out, attention.lse) if attention.has_parts else None
 
-    def all_bias(self) -> torch.Tensor | None:
-        """Return the bias of all columns and the tail."""
-        return self._some(self._bias, 0, self._num_columns, with_tail=True)
+    @property
+    def reads_all(self) -> bool:
+        """True where each column has tokens that are seen, of every sequence."""
+        return self._seen is None or bool(self._seen[..., :-1, :].any(-1).any(2).all())
+
+    def all_operands(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return visibility and bias of all columns and the tail."""
+        visible, bias = (
+            self._some(each, 0, self._num_columns, with_tail=True)
+            for each in (self._seen, self._bias)
+        )
+        return visible, bias
 
     def _by_column(self, tensor: torch.Tensor) -> torch.Tensor:
         T = self._state.layout.block_tokens
@@ -233,8 +244,8 @@ class _Step:
         """Return the columns `[first, last)`, and the tail's, for every sequence, head, query."""
         if tensor is None:
             return None
-        some = tensor[..., first:last, :]
-        if with_tail:
+        some = tensor[..., first : last + (with_tail and last == self._num_columns), :]
+        if with_tail and last < self._num_columns:
             some = torch.cat([some, tensor[..., -1:, :]], dim=-2)
         B, Hq, n = self._query_shape
         heads = self._shape[1] if tensor.dtype == torch.bool else Hq

@@ -19,7 +19,7 @@ from penstock.kv._residency import RecordResidency
 from penstock.memory import Ledger, Tier
 from penstock.units import format_bytes
 
-_BUFFER_BYTES = 2**20
+_BUFFER_BYTES = 2 * 2**20
 _LEAST_BUFFER_BYTES = 2**20  # of smaller ones there are no more than two
 _STAGING_SHARE = 2  # of the budget: the buffers take at most 1 / this
 _MOST_BUFFERS = 8
@@ -85,22 +85,22 @@ class DeviceTier:
             return max(0, self._left_bytes) // layout.record_bytes
         residents = self._of(layout)
         residency, slots = residents.residency, residents.slots
-        return min(self._most_slots(slots), residency.num_slots) - residency.num_resident
+        most = min(self._most_slots(slots), residency.num_slots)
+        return max(0, most - residency.num_resident)
 
     def _most_slots(self, slots: SlotMemory) -> int:
         """Return how many slots whole slabs within the budget have."""
         bytes_of_slabs = max(0, slots.mapped_bytes + self._left_bytes)
         return bytes_of_slabs // slots.slab_bytes * slots.slots_per_slab
 
-    def check_budget(self, layout: BlockLayout, num_layers: int) -> None:
-        """Raise `InfeasibleError` if the budget is below one block per layer."""
-        least = num_layers * layout.page_bytes
-        if self.budget_bytes < least:
+    def check_budget(self, least_bytes: int, block_tokens: int) -> None:
+        """Raise `InfeasibleError` if the budget is below the bytes of one block per layer."""
+        if self.budget_bytes < least_bytes:
             raise InfeasibleError(
                 f"device_memory={format_bytes(self.budget_bytes)} is below one block per layer, "
-                f"{format_bytes(least)} for {num_layers} layers of blocks of "
-                f"{layout.block_tokens} tokens; raise device_memory or lower block_tokens",
-                minimum_device_bytes=least,
+                f"{format_bytes(least_bytes)} with blocks of {block_tokens} tokens; raise "
+                "device_memory or lower block_tokens",
+                minimum_device_bytes=least_bytes,
                 proved=True,
             )
 
@@ -201,6 +201,12 @@ class DeviceTier:
         if not in_host:
             number, each = self._divide_staging(page_bytes, _MOST_BUFFERS, _BUFFER_BYTES)
         more = number * each - sum(buffer.area.num_bytes for buffer in self._buffers)
+        if not in_host and more > 0 and not self._make_room(more):
+            raise CapacityError(
+                f"a block takes {format_bytes(page_bytes)}, which device_memory="
+                f"{format_bytes(self.budget_bytes)} has no room for beside the "
+                f"{format_bytes(self.selector_bytes)} of the selector; raise device_memory"
+            )
         area = self.platform.host_area(number * each)
         self._buffers = [TransferBuffer(part) for part in area.cut(number)]
         self._idle = deque(self._buffers)
@@ -292,12 +298,7 @@ class DeviceTier:
             The records that have one now, and its address; both int64.
         """
         residents = self._of(layout)
-        residency = residents.residency
-        if residency.num_resident < residency.num_slots:
-            records = records[: self.room(layout)]
-        if not len(records):
-            return records, records
-        admitted, slots, evicted = residency.admit(records)
+        admitted, slots, evicted = residents.residency.admit(records, self.room(layout))
         if len(slots):
             before = residents.slots.mapped_bytes
             residents.slots.reach(int(slots.max()) + 1)

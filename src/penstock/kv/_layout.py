@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -10,6 +10,10 @@ import torch
 from penstock.memory.pages import round_up
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+KeyShape = tuple[int, int, int]
+"""Heads of keys and values, numbers of a key, numbers of a value."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,11 @@ class BlockLayout:
             raise TypeError(f"keys must be one of {_DTYPES}; got {keys.dtype}")
         dims = keys.shape[3], values.shape[3]
         return cls(keys.shape[1], block_tokens, *dims, keys.dtype, alignment_bytes)
+
+    def with_shape(self, shape: KeyShape) -> BlockLayout:
+        """Return the layout of blocks of as many tokens of a layer of another shape."""
+        num_heads, key_dim, value_dim = shape
+        return replace(self, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
 
     def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View records as their keys and values.

@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock.errors import CapacityError
 from penstock.kv._areas import Area, SlotMemory
+from penstock.kv._file_records import FileRecords, QueuedGroups
 from penstock.kv._layout import BlockLayout
 from penstock.kv._pages import PageTable
 from penstock.kv._platform import Platform
@@ -91,40 +92,6 @@ class Segment:
     def is_prefix(self) -> bool:
         """True for pages of a prefix file."""
         return isinstance(self.extent, PrefixRecords)
-
-
-@dataclass(frozen=True, eq=False)
-class FileRecords:
-    """Places of records in the file.
-
-    Attributes:
-        num_bytes: Bytes of each.
-        segments: Segment of each, int32.
-        begins: First byte there, int64.
-        follows: Whether it begins where the one before it ends, bool.
-    """
-
-    num_bytes: int
-    segments: np.ndarray
-    begins: np.ndarray
-    follows: np.ndarray
-
-    def __getitem__(self, some: slice) -> FileRecords:
-        parts = self.segments[some], self.begins[some], self.follows[some]
-        return FileRecords(self.num_bytes, *parts)
-
-    def find_runs(self, places: np.ndarray | None, most: int) -> np.ndarray:
-        """Return the numbers of records that begin a run: one after the other in file and buffer.
-
-        Args:
-            places: First byte of each in the buffer, int64; None for one after the other.
-            most: Records of a run.
-        """
-        is_start = ~self.follows
-        if places is not None:
-            is_start[1:] |= places[1:] - places[:-1] != self.num_bytes
-        is_start[::most] = True
-        return is_start.nonzero()[0]
 
 
 class PageTiers:
@@ -265,6 +232,29 @@ class PageTiers:
         follows[1:] &= segments[1:] == segments[:-1]
         return FileRecords(layout.record_bytes, segments, begins, follows)
 
+    def queue_groups(self, records: FileRecords, per_group: int) -> QueuedGroups | None:
+        """Return the reads of records in groups; None where they have to be read by threads."""
+        if not self._may_queue or self._file is None or not self._file.queues_reads:
+            return None
+        starts = records.find_runs(None, per_group)
+        to = starts % per_group * records.num_bytes
+        pieces = self._pieces(records, starts, to)
+        bounds = np.searchsorted(starts, np.arange(0, len(records.begins) + per_group, per_group))
+        return QueuedGroups(self._file.locate(pieces), bounds.tolist())
+
+    def start(self, groups: QueuedGroups, number: int, buffer: TransferBuffer) -> None:
+        """Start to read a group into a buffer, as `read` does."""
+        assert self._file is not None
+        requests = groups.for_buffer(number, buffer.area.address)
+        buffer.pending.append(self._file.start_located(requests, buffer.area))
+
+    def _pieces(self, records: FileRecords, starts: np.ndarray, to: np.ndarray) -> list[Any]:
+        """Return the pieces of runs that begin at some records and go to some addresses."""
+        lengths = np.diff(starts, append=len(records.begins)) * records.num_bytes
+        extents = [self._segments[number].extent for number in records.segments[starts].tolist()]
+        numbers = to, lengths, records.begins[starts]
+        return list(zip(extents, *(each.tolist() for each in numbers), strict=True))
+
     def read(
         self,
         records: FileRecords,
@@ -272,7 +262,7 @@ class PageTiers:
         places: np.ndarray | None = None,
         num_buffers: int = 1,
     ) -> None:
-        """Start to read records from the file into a buffer.
+        """Start to read records from the file into a buffer, by threads.
 
         The bytes are counted when `count_reads` is called for the buffer.
 
@@ -285,18 +275,10 @@ class PageTiers:
         count, num_bytes = len(records.begins), records.num_bytes
         if not count:
             return
-        queue = self._file if self._may_queue and self._file is not None else None
-        queue = queue if queue is not None and queue.queues_reads else None
-        share = count if queue is not None else -(-count // max(1, _NUM_THREADS // num_buffers))
+        share = -(-count // max(1, _NUM_THREADS // num_buffers))
         starts = records.find_runs(places, share)
-        lengths = np.append(starts[1:], count) - starts
         to = starts * num_bytes if places is None else places[starts]
-        numbers = [to + buffer.area.address, lengths * num_bytes, records.begins[starts]]
-        extents = [self._segments[number].extent for number in records.segments[starts].tolist()]
-        pieces = list(zip(extents, *(each.tolist() for each in numbers), strict=True))
-        if queue is not None:
-            buffer.pending.append(queue.start_reads(pieces, buffer.area))
-            return
+        pieces = self._pieces(records, starts, to + buffer.area.address)
         ends = np.searchsorted(starts, np.arange(share, count + share, share)).tolist()
         for first, end in itertools.pairwise([0, *ends]):
             buffer.pending.append(self._submit(self._read_pieces, buffer, pieces[first:end]))

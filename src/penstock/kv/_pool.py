@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from penstock.errors import PenstockError, PrefixFileError, StoreReadError
 from penstock.kv._blocks import LayerBlocks
 from penstock.kv._inputs import Recompute, check_inputs
-from penstock.kv._layout import BlockLayout, check_place
+from penstock.kv._layout import BlockLayout, KeyShape, check_place
 from penstock.kv._platform import make_platform
 from penstock.kv._prefix import save_pool, show_blocks, take_layer
 from penstock.kv._prefix_file import PrefixFile
@@ -46,28 +46,26 @@ class BlockPool(Owner):
     Args:
         device_memory: Budget of resident blocks and staging, as an int or text such as `"2GiB"`.
             The unfinished block of each sequence and layer is beyond it.
-        host_memory: The most bytes of host memory below; None: as much as is needed, or none where
-            there is a store.
+        host_memory: The most bytes of host memory below; None: all it takes, with a store none.
         store: Directory, or `FileStore`, of the file below; None: no file.
         block_tokens: Tokens of a block, T.
-        device: Of the keys: `"cpu"`, where the device tier is the RAM of the budget, or a GPU such
-            as `"cuda:0"`, where host memory is registered with CUDA.
-        num_layers: Layers that will come, where known: then a budget below one block per layer is
-            refused at the first `append`.
+        device: Of the keys: `"cpu"`, where the device tier is the RAM of the budget, or a GPU
+            (`"cuda:0"`), where host memory is registered with CUDA.
+        num_layers: Layers that will come: a budget below one block of each is refused at once.
+        shapes: Their heads and the numbers of a key and of a value, where they are not all alike.
         selector: Blocks that steps of few tokens read, as of `penstock.kv.cache`.
         selected_layers: Layers that the selector is asked for; None: all.
         recompute: Function `(layer, inputs) -> (keys, values)` that computes blocks again, of
-            inputs `(k, T, width)` keys `(k, H, T, key_dim)` and values. With it `append` takes
-            inputs, which are kept below, and blocks that are missing are computed where that is
-            faster than to read them from the file. None: they are always read.
-        prefix: File that `save` wrote, with whose tokens the pool begins; they stay in it, and are
-            read when they are needed. Selectors that keep something of the keys read them once.
+            inputs `(k, T, width)` keys `(k, H, T, key_dim)` and values. `append` then takes inputs
+            to keep below, and missing blocks are computed where reading the file takes longer.
+            None: they are always read.
+        prefix: File that `save` wrote, with whose tokens the pool begins; they stay in it until
+            they are read. Selectors that keep something of the keys read them once.
 
     Raises:
         ValueError, TypeError: A size is none, or the device is not here.
         StoreUnavailableError: The directory, or the prefix file, cannot be used.
-        PrefixFileError: The prefix file is none, damaged, of a newer version, or of blocks of
-            another length.
+        PrefixFileError: The prefix file is none, damaged, newer, or of blocks of another length.
         InfeasibleError: The budget is below one block per layer of the prefix file.
         PenstockError: `recompute` on a GPU; CUDA cannot register host memory.
     """
@@ -81,6 +79,7 @@ class BlockPool(Owner):
         block_tokens: int = 64,
         device: torch.device | str = "cpu",
         num_layers: int = 1,
+        shapes: Mapping[int, KeyShape] | None = None,
         selector: object = "all",
         selected_layers: Collection[int] | None = None,
         recompute: Recompute | None = None,
@@ -113,6 +112,7 @@ class BlockPool(Owner):
             host_bytes=host_bytes,
             store=store,
             num_layers=max(num_layers, 0 if prefix is None else len(prefix.layers)),
+            shapes=shapes or {},
             recompute=recompute,
         )
         self._failure: BaseException | None = None
@@ -159,8 +159,8 @@ class BlockPool(Owner):
 
     def selector_of(self, layer: int) -> Any:
         """Return the selector that is asked for a layer; None where all blocks are read."""
-        is_selected = self._selected_layers is None or layer in self._selected_layers
-        return self._selector if is_selected else None
+        layers = self._selected_layers
+        return self._selector if layers is None or layer in layers else None
 
     def length(self, layer: int) -> int:
         """Return the number of tokens of a layer's sequences."""
@@ -265,8 +265,8 @@ class BlockPool(Owner):
     def drop_before(self, layer: int, token: int) -> None:
         """Forget the blocks of a layer that end before a token; their numbers stay taken."""
         state = self._layers.get(layer)
-        if state is not None:
-            end = min(max(0, token // self.block_tokens), state.num_blocks)
+        end = 0 if state is None else min(max(0, token // self.block_tokens), state.num_blocks)
+        if state is not None and (state.table[:, :end] >= 0).any():
             with self._change():
                 self._tiers.release(state.layout, state.table[:, :end])
                 state.table[:, :end] = -1
@@ -353,7 +353,7 @@ class BlockPool(Owner):
 
     def stream(
         self, layer: int, pages: np.ndarray, heads: np.ndarray, *, is_repeated: bool = False
-    ) -> Groups:
+    ) -> Generator[tuple[np.ndarray, np.ndarray], None, None]:
         """Yield records of a layer in groups, as `BlockReads.stream` does.
 
         `is_repeated` says that the next step is expected to read the same records of the layer.
@@ -379,16 +379,16 @@ class BlockPool(Owner):
         """Yield pieces at addresses that the CPU can read, as `PageTiers.bring_to_host` does."""
         return self._tiers.lower.bring_to_host(addresses, num_bytes)
 
-    def find_resident(self, layer: int) -> ResidentLayer | None:
-        """Return all records of a layer and its tail for a step, which counts as reading them.
+    def find_resident(self, layer: int, first_block: int) -> ResidentLayer | None:
+        """Return records from a block on, and the tail, for a step, which counts as reading them.
 
         Returns:
             None where a block was dropped, or a record is not resident.
         """
         state, device = self._layers[layer], self._tiers.device
         found = self._resident.get(layer)
-        if found is None or not found.is_of(state, device.version):
-            found = self._resident[layer] = ResidentLayer.find(state, device)
+        if found is None or not found.is_of(state, device.version, first_block):
+            found = self._resident[layer] = ResidentLayer.find(state, device, first_block)
         if found.addresses is None:
             return None
         self._tiers.reads.count_hits(state.layout, found.records)

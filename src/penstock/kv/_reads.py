@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.kv._device import DeviceTier
+from penstock.kv._file_records import FileRecords, QueuedGroups
 from penstock.kv._inputs import ComputedPages, InputPages
 from penstock.kv._layout import BlockLayout
-from penstock.kv._lower import FileRecords, PageTiers, TransferBuffer
+from penstock.kv._lower import PageTiers, TransferBuffer
 from penstock.kv._pages import PageTable
 from penstock.memory import Ledger, Link
 
@@ -45,9 +46,9 @@ class _Group:
     buffer: TransferBuffer
     computed: ComputedPages | None
 
-    def addresses(self, layout: BlockLayout) -> np.ndarray:
-        """Return where each record is, int64."""
-        return self.buffer.area.address + np.arange(len(self.records)) * layout.record_bytes
+    def addresses(self, places: np.ndarray) -> np.ndarray:
+        """Return where each record is, of the places of all records of a buffer, int64."""
+        return self.buffer.area.address + places[: len(self.records)]
 
 
 class _FileReads:
@@ -56,16 +57,25 @@ class _FileReads:
     Attributes:
         layout: Their layout.
         records: Distinct records.
+        queued: Their reads, where threads are not needed.
+        places: First bytes of records in a buffer.
         groups: Groups of them whose reads were started, and that were not taken yet.
     """
 
     def __init__(
-        self, layout: BlockLayout, records: np.ndarray, stored: FileRecords, per_buffer: int
+        self,
+        layout: BlockLayout,
+        records: np.ndarray,
+        stored: FileRecords,
+        per_buffer: int,
+        queued: QueuedGroups | None,
     ) -> None:
         self.layout = layout
         self.records = records
+        self.queued = queued
         self._stored = stored
         self.groups: list[_Group] = []
+        self.places = np.arange(per_buffer) * layout.record_bytes
         self._per_buffer = per_buffer
         self._num_started = 0
 
@@ -73,6 +83,11 @@ class _FileReads:
     def num_left(self) -> int:
         """Records that were not started."""
         return len(self.records) - self._num_started
+
+    @property
+    def next_number(self) -> int:
+        """Number of the group after those that were started."""
+        return self._num_started // self._per_buffer
 
     @property
     def next_records(self) -> tuple[np.ndarray, FileRecords]:
@@ -145,11 +160,11 @@ class BlockReads:
             self._note(layer, layout, new)
         residency = self._device.residency(layout)
         is_resident = wanted.addresses != 0
-        self.num_hits += int((wanted.is_new & is_resident).sum())
         if is_resident.all():
-            residency.touch(new)
+            self.count_hits(layout, new)
             yield wanted.order, wanted.addresses
             return
+        self.num_hits += int((wanted.is_new & is_resident).sum())
         in_slots = wanted.records[wanted.is_new & is_resident]
         residency.pin(in_slots)  # none of them loses its slot before it was read
         try:
@@ -178,7 +193,8 @@ class BlockReads:
 
     def count_hits(self, layout: BlockLayout, records: np.ndarray) -> None:
         """Note that distinct records are used that are resident, all of them."""
-        self._device.residency(layout).touch(records)
+        if not self._device.room(layout):  # else none has to leave, and no slot is competed for
+            self._device.residency(layout).touch(records)
         self.num_hits += len(records)
 
     def keep_counts_of(self, other: BlockReads) -> None:
@@ -256,7 +272,7 @@ class BlockReads:
             while start < num_records:
                 self._keep_reading(plan, layer)
                 ready = plan.groups[: self._wait_for_some(plan.groups, layout)]
-                sources = np.concatenate([group.addresses(layout) for group in ready])
+                sources = np.concatenate([group.addresses(plan.places) for group in ready])
                 end = start + len(sources)
                 item_end = int(np.searchsorted(number, end)) if end < num_records else len(number)
                 some = slice(item, item_end)
@@ -324,8 +340,9 @@ class BlockReads:
         return plan
 
     def _plan(self, layout: BlockLayout, records: np.ndarray) -> _FileReads:
-        stored = self._locate(layout, records)
-        return _FileReads(layout, records, stored, self._per_buffer(layout, records))
+        stored, per_buffer = self._locate(layout, records), self._per_buffer(layout, records)
+        queued = self._lower.queue_groups(stored, per_buffer)
+        return _FileReads(layout, records, stored, per_buffer, queued)
 
     def _locate(self, layout: BlockLayout, records: np.ndarray) -> FileRecords:
         return self._lower.locate(*np.divmod(records, layout.num_heads), layout)
@@ -347,9 +364,13 @@ class BlockReads:
             self._read_group(self._ahead)
 
     def _read_group(self, plan: _FileReads) -> None:
-        records, stored = plan.next_records
+        number, (records, stored) = plan.next_number, plan.next_records
         buffer = self._device.take_buffer()
         computed = None
+        if plan.queued is not None:
+            plan.start(_Group(records, buffer, None))
+            self._lower.start(plan.queued, number, buffer)
+            return
         if self._inputs is not None:
             computed = self._inputs.start(plan.layout, records, buffer)
         plan.start(_Group(records, buffer, computed))

@@ -87,11 +87,12 @@ class RecordResidency:
         self._cost[ids] = costs
         self._reuse.touch(ids)
 
-    def admit(self, ids: ArrayLike) -> tuple[Ids, Ids, Ids]:
+    def admit(self, ids: ArrayLike, most_free: int | None = None) -> tuple[Ids, Ids, Ids]:
         """Give slots to those missing records that are expected to be worth more than others.
 
         Args:
             ids: Records without a slot, int64 `(k,)`, distinct; normally of this call.
+            most_free: The most free slots that are used; the others stay free. None: all.
 
         Returns:
             Records admitted (those worth most first), the slot of each, both int64 `(m,)`, and the
@@ -107,7 +108,8 @@ class RecordResidency:
         worth = self._worth(ids)
         order = np.argsort(-worth, kind="stable")
         ids, worth = ids[order], worth[order]
-        num_free = min(len(ids), self._num_free)
+        usable = self._num_free if most_free is None else min(most_free, self._num_free)
+        num_free = min(len(ids), usable)
         self._num_free -= num_free
         slots = self._free[self._num_free : self._num_free + num_free][::-1].copy()
         self._assign(ids[:num_free], slots)
@@ -201,7 +203,7 @@ class RecordResidency:
 
     def _victims(self, worth: NDArray[np.float64]) -> Ids:
         """Return slots whose records are worth less than candidates; `worth` is descending."""
-        if len(worth) == 0 or self._num_free or worth[0] <= 0:
+        if len(worth) == 0 or worth[0] <= 0:
             return np.empty(0, dtype=np.int64)
         total = len(self._record)
         num_seen = min(total, max(_LEAST_SAMPLE, _SAMPLE_PER_VICTIM * len(worth)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ import torch
 from penstock.kv._blocks import BlockWrites, LayerBlocks
 from penstock.kv._device import DeviceTier
 from penstock.kv._inputs import InputPages, Recompute
-from penstock.kv._layout import BlockLayout
+from penstock.kv._layout import BlockLayout, KeyShape
 from penstock.kv._lower import PageTiers
 from penstock.kv._pages import PageTable
 from penstock.kv._platform import Platform
@@ -30,6 +30,7 @@ class PoolTiers:
         host_bytes: The most bytes of host memory; None: no limit.
         store: Directory of the file; None: no file.
         num_layers: Layers that will come, at least.
+        shapes: Heads, numbers of a key and of a value of layers that will come, where known.
         recompute: Function that computes keys and values of inputs; None: inputs are not kept.
         prefix: File with pages that are there already; None: there is none.
 
@@ -51,10 +52,12 @@ class PoolTiers:
         host_bytes: int | None,
         store: FileStore | str | None,
         num_layers: int,
+        shapes: Mapping[int, KeyShape],
         recompute: Recompute | None,
         prefix: PrefixFile | None,
     ) -> None:
         self._ledger, self._num_layers = ledger, num_layers
+        self._shapes = dict(shapes)
         self.pages = PageTable()
         self.lower = PageTiers(
             platform,
@@ -77,7 +80,10 @@ class PoolTiers:
         Raises:
             InfeasibleError: The budget is below one block per layer.
         """
-        self.device.check_budget(layout, self._num_layers)
+        self._shapes[layer] = layout.num_heads, layout.key_dim, layout.value_dim
+        pages = [layout.with_shape(shape).page_bytes for shape in self._shapes.values()]
+        num_unknown = max(0, self._num_layers - len(pages))  # taken to be as this one
+        self.device.check_budget(sum(pages) + num_unknown * layout.page_bytes, layout.block_tokens)
         page_bytes = layout.page_bytes
         if self.inputs is not None and inputs is not None:
             self.inputs.add_layer(layer, layout, inputs)

@@ -264,9 +264,22 @@ class ExtentFile:
             ValueError: An extent is not in use or too short, or a number is no such multiple.
             StoreError: The file is closed, belongs to another process, or does not queue reads.
         """
+        return self.start_located(self.locate(pieces), memory)
+
+    def locate(self, pieces: Sequence[tuple[Extent, int, int, int]]) -> np.ndarray:
+        """Return what `start_located` takes to read pieces, which are those of `start_reads`.
+
+        Returns:
+            Offset in the file, address and bytes of each, int64 `(n, 3)`, as long as their extents
+            are in use.
+        """
         for extent, _, num_bytes, begin in pieces:
             self._check_transfer(extent, num_bytes, begin)
-        requests = np.array([(e.offset + begin, to, size) for e, to, size, begin in pieces])
+        requests = [(e.offset + begin, to, size) for e, to, size, begin in pieces]
+        return np.array(requests, dtype=np.int64).reshape(-1, 3)
+
+    def start_located(self, requests: np.ndarray, memory: object) -> StartedReads:
+        """Start to read as `start_reads` does, from places that `locate` returned."""
         lent = self._descriptor()
         fd = lent.__enter__()
         try:

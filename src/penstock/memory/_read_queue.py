@@ -28,21 +28,26 @@ class QueuedReads:
     """
 
     def __init__(self, fd: int, requests: np.ndarray, alignment: int, memory: object) -> None:
-        self._batch: int | None = None  # until there is one: __del__ runs when this raises, too
+        self._batch = ctypes.c_void_p()  # null until there is one: __del__ runs when this raises
         self._memory = memory
         self._is_whole = np.zeros(len(requests), dtype=bool)
         self._is_whole_address = self._is_whole.ctypes.data
         self._generation = _fork.generation()
         requests = np.ascontiguousarray(requests, dtype=np.int64)
         with _fork.read_gate:
-            self._batch = _library_of_queue().penstock_reads_start(
-                _queue(self._generation), fd, requests.ctypes.data, len(requests), alignment
+            _library_of_queue().penstock_reads_start(
+                _queue(self._generation),
+                fd,
+                requests.ctypes.data,
+                len(requests),
+                alignment,
+                ctypes.byref(self._batch),
             )
             _started.add(self)
 
     def have_ended(self, *, wait: bool = False) -> bool:
         """Return whether all have ended; with `wait`, true, unless a signal came."""
-        if self._batch is None or self._generation != _fork.generation():
+        if not self._batch or self._generation != _fork.generation():
             return True
         queue = _queue(self._generation)
         return bool(_library_of_queue().penstock_reads_have_ended(queue, self._batch, wait))
@@ -51,8 +56,8 @@ class QueuedReads:
         """Wait for all; return which were read whole, bool `(n,)`, all false in a forked child."""
         while not self.have_ended(wait=True):
             pass  # a signal's handler has run
-        if self._batch is not None and self._generation == _fork.generation():
-            batch, self._batch = self._batch, None
+        if self._batch and self._generation == _fork.generation():
+            batch, self._batch = self._batch, ctypes.c_void_p()
             _library_of_queue().penstock_reads_finish(batch, self._is_whole_address)
             _started.discard(self)
         return self._is_whole
@@ -99,7 +104,7 @@ def _library() -> ctypes.CDLL | None:
         flags=("-O3", "-pthread"),
         functions={
             "penstock_read_queue": (pointer, []),
-            "penstock_reads_start": (pointer, [pointer, flag, pointer, count, count]),
+            "penstock_reads_start": (None, [pointer, flag, pointer, count, count, pointer]),
             "penstock_reads_have_ended": (flag, [pointer, pointer, flag]),
             "penstock_reads_finish": (None, [pointer, pointer]),
         },

@@ -146,8 +146,8 @@ class Transfers:
                 f"reads of store {self.path!r} cannot be queued: call `read` in threads",
                 path=self.path,
             )
-        addresses, lengths = requests[:, 1], requests[:, 2]
-        if any(addresses % self.address_alignment) or any(lengths % self.length_alignment):
+        excess = requests[:, 1:] % (self.address_alignment, self.length_alignment)
+        if excess.any():
             raise ValueError(
                 f"queued reads need addresses that are multiples of {self.address_alignment} and "
                 f"lengths of {self.length_alignment}; got {requests[:5, 1:].tolist()}"

@@ -117,14 +117,15 @@ void* penstock_read_queue() {
   return ring == nullptr ? nullptr : new Queue(std::move(ring));
 }
 
-// Return a batch of reads, which are under way.
-void* penstock_reads_start(void* queue, int fd, const Request* requests, int64_t count,
-                           int64_t alignment) {
+// Start a batch of reads. The caller has the batch before the first read is under way: an exception
+// of a signal's handler, right after the call, finds it there.
+void penstock_reads_start(void* queue, int fd, const Request* requests, int64_t count,
+                          int64_t alignment, void** batch) {
   auto* all = static_cast<Queue*>(queue);
-  auto* batch = new Batch{fd, alignment, count, std::vector<uint8_t>(static_cast<size_t>(count))};
+  auto* reads = new Batch{fd, alignment, count, std::vector<uint8_t>(static_cast<size_t>(count))};
+  *batch = reads;
   std::lock_guard<std::mutex> lock(all->mutex);
-  all->start(*batch, requests);
-  return batch;
+  all->start(*reads, requests);
 }
 
 // Return whether all reads of a batch have ended, after waiting for some of any batch if wanted.

@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from lora_layers import Layer, assert_close, kept, make_layers
-from penstock.codegen import ByteCount, count_bytes
+from penstock.codegen import ByteCount, TritonLaunch, count_bytes
 from penstock.iomodel import TileOrder
 from penstock.lora import Adapter, AdapterRows, _dropout, _operator, _products, linear
 from penstock.lora import triton as triton_lora
 from penstock.lora._operator import uses_of
 from penstock.lora.triton import _tile_order, backward, choose_tiles, find_parts, forward
 from penstock.lora.triton._bytes import LayerBytes
-from penstock.lora.triton._launch import ProductLaunch, find_key
+from penstock.lora.triton._launch import find_key
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_kernels.py runs this"
+
+pytestmark = pytest.mark.usefixtures("interpreter_of_triton")
 
 LAYERS = make_layers()
 HALF_LAYERS = make_layers(dtype=torch.float16)
@@ -33,22 +34,6 @@ MIXED = ("one adapter", "rows in another order")
 KERNELS = {
     "down_product", "base_product", "up_gradient", "down_gradient", "add_slices", "add_pieces",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _bounds_of_loops():
-    """NumPy 2.4 makes no int of an array of one number, which is what the interpreter has."""
-    patch = pytest.MonkeyPatch()
-    set_attr = interpreter._LangPatchScope.set_attr
-
-    def with_item(scope: Any, target: Any, name: str, value: Any) -> None:
-        if name == "__index__":
-            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
-        set_attr(scope, target, name, value)
-
-    patch.setattr(interpreter._LangPatchScope, "set_attr", with_item)
-    yield
-    patch.undo()
 
 
 def compute(layer: Layer, **options: Any) -> dict[str, Any]:
@@ -182,7 +167,7 @@ def test_operands_of_any_strides():
 def test_gradients_that_are_not_asked_for_are_not_computed():
     layer, kernels = LAYERS["one adapter"], []
 
-    def run(launch: ProductLaunch) -> None:
+    def run(launch: TritonLaunch) -> None:
         kernels.append(launch.kernel.__name__)
         launch()
 
@@ -311,7 +296,7 @@ COUNTED = {
 def test_counted_bytes_of_every_kernel_are_those_of_the_formulas(name):
     layer, counts, kernels = COUNTED[name], [], set()
 
-    def run(launch: ProductLaunch) -> None:
+    def run(launch: TritonLaunch) -> None:
         kernels.add(launch.kernel.__name__)
         counts.append(count_bytes(launch))
 
@@ -333,7 +318,7 @@ def test_the_forward_pass_moves_little_beside_the_base_product(dropout):
     assert m <= tiles.base_rows and n <= tiles.base_columns
     layer.tiles = {"down_rows": 64}
     layer.rows = layer.cut(layer.parts)
-    launches: list[ProductLaunch] = []
+    launches: list[TritonLaunch] = []
     forward(layer.x, layer.weight, layer.bias, layer.adapters, layer.rows, run=launches.append)
     count = count_bytes(lambda: [launch() for launch in launches])
     forms = closed_forms(layer)
@@ -347,7 +332,7 @@ def test_the_forward_pass_moves_little_beside_the_base_product(dropout):
 @pytest.mark.parametrize("name", ["row", "grouped", "morton", "chiplet"])
 def test_results_are_the_same_bits_in_every_order_of_tiles(name):
     tiles = {"base_columns": 16, "base_rows": 16}
-    layer = Layer(90, 40, 70, (8,), [(0, 0, 75, 0)], (0.1,), tiles=tiles)
+    layer = Layer(58, 24, 40, (8,), [(0, 0, 50, 0)], (0.1,), tiles=tiles)
     order, launches = TileOrder(name=name, group=3, num_chiplets=2), []
     found = compute(layer, tile_order=order)
     for ours, expected in zip(flatten(found), flatten(compute(layer)), strict=True):

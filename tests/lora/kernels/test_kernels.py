@@ -3,60 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fork_servers import find_python
+from triton_tests import compile_well, needs_triton, run_interpreted, run_without
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which comes with CUDA"
-)
 HALF, BRAIN, FLOAT = torch.float16, torch.bfloat16, torch.float32
-SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
-"""Memory that the warps of a program share, at most."""
 
 
 @needs_triton
 @pytest.mark.slow
 def test_values_under_the_interpreter():
-    """In a process of its own: what is interpreted is chosen when Triton is imported."""
-    done = subprocess.run(
-        [
-            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
-            str(HERE / "interpreted_kernels.py"),
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) >= 65
+    run_interpreted(HERE / "interpreted_kernels.py", at_least=65)
 
 
 def test_nothing_imports_triton_before_a_gpu_is_used():
     code = (
-        "import sys, torch\nfrom penstock import lora\n"
+        "import torch\nfrom penstock import lora\n"
         "adapter = lora.Adapter(torch.ones(2, 4), torch.ones(3, 2))\n"
         "lora.linear(torch.ones(5, 4), torch.ones(3, 4), None, [adapter], seed=1)\n"
-        "assert 'penstock.lora.triton' not in sys.modules\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    assert (
-        subprocess.run([find_python("torch"), "-c", code], env=environment, check=False).returncode
-        == 0
-    )
+    run_without("penstock.lora.triton", code)
 
 
 # ------------------------------------------------------------------------ compiled
@@ -93,22 +65,15 @@ def record_launches(
     ids=["fp16", "bf16 rank 128", "fp32", "bf16 with adapters in fp32"],
 )
 def test_kernels_compile_without_spills(dtype, adapter_dtype, ranks, target):
-    from _kernel_resources import compile_launch
-
     seen = set()
     for launch in record_launches(dtype, adapter_dtype, ranks):
         stages = {"sm_90": 3, "gfx942": 2}[target]
-        compiled = compile_launch(dataclasses.replace(launch, num_stages=stages), target)
-        resources, name = compiled.resources, launch.kernel.__name__
+        text, _ = compile_well(dataclasses.replace(launch, num_stages=stages), target)
+        name = launch.kernel.__name__
         seen.add(name)
-        assert resources.spill_bytes == 0, (name, resources)
-        assert resources.shared_bytes <= SHARED_BYTES[target], (name, resources)
-        assert not re.search(r"\b(atom|red)\.|atomic", "".join(
-            str(compiled.asm.get(stage, "")) for stage in ("ptx", "amdgcn")
-        )), name  # fmt: skip
         if "add" not in name and dtype != FLOAT and adapter_dtype != FLOAT:
             instruction = {"sm_90": "wgmma", "gfx942": "mfma"}[target]
-            assert instruction in compiled.asm[{"sm_90": "ptx", "gfx942": "amdgcn"}[target]], name
+            assert instruction in text, name
     assert len(seen) == 6
 
 

@@ -234,7 +234,7 @@ def test_a_budget_that_ends_between_two_multiples_of_the_alignment_is_used_whole
 
 
 def test_the_same_seed_gives_the_same_plan():
-    graph = chain_step(7, weight_bytes=4096, activation_bytes=8192)
+    graph = chain_step(4, weight_bytes=4096, activation_bytes=8192)
     seconds = [1.0 + index % 3 for index in range(len(graph.operators))]
     peak = int(program(graph, seconds).base.max())
     first, second = (

@@ -13,7 +13,6 @@ import pytest
 import torch
 import triton.language as tl
 from hypothesis import given, settings
-from triton.runtime import interpreter
 
 from _relational import (
     LAYERS,
@@ -40,26 +39,10 @@ EARLY = {"LIGHT": 1, "MIDDLING": 2, "HEAVY": 4, "PIECE_ROWS": 3, "_MIN_PIECE": 3
 """Bounds of `_tables` with which small graphs have groups of every kind, and sums of pieces."""
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "interpreter_of_triton"),
     # Lanes beyond a row or a group compute numbers that are never read.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _bounds_of_loops():
-    """NumPy 2.4 makes no int of an array of one number, which is what the interpreter has."""
-    patch = pytest.MonkeyPatch()
-    set_attr = interpreter._LangPatchScope.set_attr
-
-    def with_item(scope: Any, target: Any, name: str, value: Any) -> None:
-        if name == "__index__":
-            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
-        set_attr(scope, target, name, value)
-
-    patch.setattr(interpreter._LangPatchScope, "set_attr", with_item)
-    yield
-    patch.undo()
 
 
 @pytest.fixture(autouse=True, scope="module")

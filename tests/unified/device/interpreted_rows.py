@@ -23,6 +23,8 @@ from random_rows import DTYPES, noise, same_bits
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_rows.py runs this"
 
+pytestmark = pytest.mark.usefixtures("interpreter_of_triton")
+
 CPU = torch.device("cpu")
 WIDTHS = [1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 513, 600, 2053]
 # Rows are copied as bytes: each number of bytes once (not as bools, of which seven bits are zero),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,33 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fork_servers import find_python
 from penstock.unified import unify
+from triton_tests import needs_triton, run_interpreted, run_without
 
 HERE = Path(__file__).resolve().parent
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which comes with CUDA"
-)
 
 
 @needs_triton
 @pytest.mark.slow
 def test_values_under_the_interpreter():
-    """In a process of its own: what is interpreted is chosen when Triton is imported."""
-    done = subprocess.run(
-        [
-            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
-            str(HERE / "interpreted_rows.py"),
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=HERE.parent.parent,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) > 280
+    run_interpreted(HERE / "interpreted_rows.py", at_least=281)
 
 
 # ------------------------------------------------------------------------ compiled
@@ -197,11 +177,8 @@ def test_a_tile_holds_every_row_wherever_it_begins(row_bytes, host, other):
 
 def test_nothing_imports_triton_before_a_gpu_is_used():
     code = (
-        "import sys, torch, penstock.unified as p\n"
+        "import torch, penstock.unified as p\n"
         "u = p.unify(torch.ones(4, 2), device='cpu'); u[torch.tensor([1])]; u.report()\n"
-        "assert 'penstock.unified.device._kernels' not in sys.modules\n"
-        "assert not torch.cuda.is_initialized()"
+        "assert not torch.cuda.is_initialized()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent / "src")}
-    done = subprocess.run([find_python("torch"), "-c", code], env=environment, check=False)
-    assert done.returncode == 0
+    run_without("penstock.unified.device._kernels", code)

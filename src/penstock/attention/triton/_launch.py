@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +10,9 @@ from torch import Tensor
 
 from penstock.attention._csr import Ranges
 from penstock.attention._layout import Layout
-from penstock.attention._torch import empty_gradient
+from penstock.attention._torch import empty_gradient, empty_output
 from penstock.attention.triton import _kernels
+from penstock.codegen import Run, TritonLaunch, launch, use_device
 
 _LEAST_WIDTH = 16  # of a matrix that tensor cores multiply
 
@@ -107,33 +105,6 @@ _KEY_TILES = {
 """Of the kernel over keys, which has two sums."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class BlockLaunch:
-    """One launch of a kernel."""
-
-    kernel: Any
-    grid: tuple[int]
-    arguments: tuple[Any, ...]
-    num_warps: int
-    num_stages: int
-    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __call__(self) -> None:
-        """Launch the kernel, unless there is nothing to do."""
-        if 0 not in self.grid:
-            options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-            self.kernel[self.grid](*self.arguments, **self.constants, **options)
-
-
-Run = Callable[[BlockLaunch], None]
-"""Takes each launch, in order; `launch` runs it."""
-
-
-def launch(each: BlockLaunch) -> None:
-    """Launch a kernel."""
-    each()
-
-
 def choose_tile(kernel: Any, q: Tensor, v: Tensor, block: int) -> BlockTile:
     """Choose tiles such that no kernel spills registers on sm_90 or gfx942 up to 256 elements.
 
@@ -171,10 +142,10 @@ def forward(
         scale: Factor of the products.
         run: Takes the launch.
     """
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+    out = empty_output(q, v)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     read = (*(_operand(each) for each in (q, k, v)), _bias_operand(bias, q))
-    with _use_device(q.device):
+    with use_device(q.device):
         kernel = _kernels.attend_queries
         run(_over_queries(kernel, (*read, _operand(out), lse), q, k, v, layout, bias, scale))
     return out, lse
@@ -205,7 +176,7 @@ def backward(
     of_queries = (*read, _operand(out), lse, terms, _operand(dq))
     of_keys = (*read, terms, _operand(dk), _operand(dv), lse if dbias is None else dbias)
     call = (q, k, v, layout, bias, scale)
-    with _use_device(q.device):
+    with use_device(q.device):
         run(_over_queries(_kernels.differentiate_queries, of_queries, *call))
         run(_over_keys(of_keys, *call))
     return dq, dk, dv, dbias
@@ -220,12 +191,12 @@ def _over_queries(
     layout: Layout,
     bias: Tensor | None,
     scale: float,
-) -> BlockLaunch:
+) -> TritonLaunch:
     """Return the launch of a kernel whose programs have a tile of queries each."""
     tile = choose_tile(kernel, q, v, layout.block)
     lists = BlockList(layout.row_offsets, layout.key_blocks, layout.is_partial)
     rest = (lists, _ranges(layout), q.shape[2], k.shape[2], float(scale))
-    return BlockLaunch(
+    return TritonLaunch(
         kernel=kernel,
         grid=(q.shape[0] * q.shape[1] * layout.num_query_blocks * (layout.block // tile.queries),),
         arguments=(*operands, *rest, _sizes(tile, q, k, v, layout, bias)),
@@ -242,12 +213,12 @@ def _over_keys(
     layout: Layout,
     bias: Tensor | None,
     scale: float,
-) -> BlockLaunch:
+) -> TritonLaunch:
     """Return the launch of the kernel whose programs have a tile of keys each."""
     tile = choose_tile(_kernels.differentiate_keys, q, v, layout.block)
     lists = BlockList(layout.column_offsets, layout.query_blocks, layout.is_partial_of_column)
     rest = (lists, _ranges(layout), q.shape[2], k.shape[2], float(scale))
-    return BlockLaunch(
+    return TritonLaunch(
         kernel=_kernels.differentiate_keys,
         grid=(k.shape[0] * k.shape[1] * layout.num_key_blocks * (layout.block // tile.keys),),
         arguments=(*operands, *rest, _sizes(tile, q, k, v, layout, bias)),
@@ -296,11 +267,6 @@ def _bias_operand(bias: Tensor | None, q: Tensor) -> TokenRows:
         return TokenRows(q, 0, 0, 0)
     bias = bias if bias.stride(-1) in (0, 1) else bias.contiguous()
     return TokenRows(bias, *bias.stride())
-
-
-def _use_device(device: torch.device) -> Any:
-    """Make a GPU current: Triton launches there, whatever its arguments are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def ceil_power(dim: int) -> int:

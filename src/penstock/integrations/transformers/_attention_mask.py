@@ -104,6 +104,8 @@ class KeyRanges:
         shown: bool `(B, keys)`: False for keys of padding that no range leaves out; None for none.
     """
 
+    ndim = 4  # as `generate` takes a mask that is made before the call, with a static cache
+
     def __init__(
         self, first_key: Tensor, end_key: Tensor, num_keys: int, shown: Tensor | None
     ) -> None:
@@ -134,6 +136,10 @@ class KeyRanges:
         seen = (self.first_key[..., None] <= key) & (key < self.end_key[..., None])
         return (seen if self.shown is None else seen & self.shown[:, None])[:, None]
 
+    def contiguous(self) -> KeyRanges:
+        """Return the mask itself, as `generate` asks for with a static cache."""
+        return self
+
     def within_documents(self, offsets: Tensor) -> KeyRanges:
         """Return the ranges within documents, whose first tokens, and the end, are `offsets`."""
         if self._within is None or self._within[0] is not offsets:
@@ -159,7 +165,7 @@ def make_key_ranges(
     q_offset: int | Tensor = 0,
     kv_offset: int | Tensor = 0,
     mask_function: MaskFunction | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | KeyRanges | None = None,
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> KeyRanges:
@@ -168,6 +174,8 @@ def make_key_ranges(
     Raises:
         PenstockError: The mask leaves a query no range of keys, or is not one of Transformers' own.
     """
+    if isinstance(attention_mask, KeyRanges):  # made before the call, with a static cache
+        return attention_mask
     rule = MaskRule(is_causal=True) if mask_function is None else read_rule(mask_function)
     query = int(q_offset) - int(kv_offset) + torch.arange(q_length, device=device)[None]
     first = torch.zeros_like(query) if rule.before is None else query - rule.before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from penstock.errors import PenstockError
+from penstock.kv._layout import KeyShape
 from penstock.kv._pool import BlockPool
 from penstock.kv._prefix import save_pool
 from penstock.kv._prefix_file import PrefixFile
@@ -25,7 +26,13 @@ from penstock.kv._report import PoolReport
 from penstock.kv._uncopied import Uncopied
 from penstock.kv.transformers._inputs import AttentionInputs
 from penstock.kv.transformers._layer import PooledLayer
-from penstock.kv.transformers._model import check_supported, find_attention, install, restore
+from penstock.kv.transformers._model import (
+    check_supported,
+    find_attention,
+    find_shape,
+    install,
+    restore,
+)
 from penstock.kv.transformers._prefix import (
     check_mask,
     check_model,
@@ -396,6 +403,7 @@ def cache(
             block_tokens=block_tokens,
             device=model.device,
             num_layers=(1 + is_pair) * sum(kind != "dummy" for kind in kinds),
+            shapes=_find_shapes(modules, kinds),
             selector=selector,
             selected_layers=[i for i, kind in enumerate(kinds) if kind in _FULL],
             recompute=recompute,
@@ -426,6 +434,15 @@ def cache(
     pair = PooledEncoderDecoderCache(own, PooledCache(cross, pool, model))
     pair._cross.prefix_attention_mask = tensors.get("prefix_attention_mask")
     return pair
+
+
+def _find_shapes(
+    modules: Mapping[int, tuple[torch.nn.Module, str]], kinds: Sequence[str]
+) -> dict[int, KeyShape]:
+    """Return the shapes of layers that keep keys, where their modules say them."""
+    found = {i: find_shape(module) for i, (module, _) in modules.items()}
+    kept = {i for i, kind in enumerate(kinds) if kind != "dummy"}
+    return {i: shape for i, shape in found.items() if shape is not None and i in kept}
 
 
 def _count_readers(config: Any, layer: int) -> int:

@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.errors import PenstockError
+from penstock.kv._layout import KeyShape
 from penstock.kv.transformers._attention import attend_interface
 from penstock.kv.transformers._mask import make_range_mask
 from penstock.kv.transformers._prefix import unwatch_calls, watch_calls
@@ -102,10 +103,24 @@ def check_supported(model: object) -> None:
 
 
 def find_attention(model: PreTrainedModel) -> dict[int, tuple[torch.nn.Module, str]]:
-    """Return the module of each layer's attention, and its name and class."""
+    """Return the module of each layer's attention in the decoder, and its name and class."""
+    decoder = set(model.get_decoder().modules())  # not the layers of a tower of images or sound
     found: dict[int, tuple[torch.nn.Module, str]] = {}
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and "attention" in type(module).__name__.lower():
+        is_attention = isinstance(index, int) and "attention" in type(module).__name__.lower()
+        if is_attention and module in decoder:
             found.setdefault(index, (module, f"{name} ({type(module).__name__})"))
     return found
+
+
+def find_shape(module: Any) -> KeyShape | None:
+    """Return the shape of the keys and values of an attention module, where it can be told."""
+    keys, head_dim = getattr(module, "k_proj", None), getattr(module, "head_dim", None)
+    values = getattr(module, "v_proj", None) or keys  # some models have values that are keys
+    if not isinstance(keys, torch.nn.Linear) or not isinstance(values, torch.nn.Linear):
+        return None
+    if not isinstance(head_dim, int) or keys.out_features % head_dim:
+        return None
+    num_heads = keys.out_features // head_dim
+    return num_heads, head_dim, values.out_features // num_heads

@@ -8,8 +8,9 @@ import numpy as np
 import triton.language as tl
 from torch import Tensor
 
+from penstock.codegen import TritonLaunch
 from penstock.kv.triton import _kernels
-from penstock.kv.triton._launch import AttentionLaunch, ceil_power
+from penstock.kv.triton._launch import ceil_power
 
 _TILE_BYTES = 16 * 1024  # of a program that are on their way at once: 128 bytes of each thread
 _NUM_WARPS = 4
@@ -25,7 +26,7 @@ def common_alignment(num_bytes: int, *addresses: np.ndarray) -> int:
     return bits & -bits
 
 
-def copy_launch(table: Tensor, num_bytes: int, alignment: int) -> AttentionLaunch:
+def copy_launch(table: Tensor, num_bytes: int, alignment: int) -> TritonLaunch:
     """Return the launch of copies.
 
     Args:
@@ -37,7 +38,7 @@ def copy_launch(table: Tensor, num_bytes: int, alignment: int) -> AttentionLaunc
     word = _WORDS[alignment]
     num_words = num_bytes // (word.primitive_bitwidth // 8)
     most: Any = _TILE_BYTES // (word.primitive_bitwidth // 8)
-    return AttentionLaunch(
+    return TritonLaunch(
         kernel=_kernels.copy_records,
         grid=(table.shape[1],),
         arguments=(table[0], table[1]),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from penstock.codegen import Run, TritonLaunch, launch, use_device
 from penstock.kv.triton import _kernels
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -51,32 +49,6 @@ class TaskTiles:
     num_warps: int
     num_stages: int
     num_tasks: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class AttentionLaunch:
-    """One launch of a kernel."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    constants: Mapping[str, Any]
-    num_warps: int = 4
-    num_stages: int = 1
-
-    def __call__(self) -> None:
-        """Launch the kernel."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        self.kernel[self.grid](*self.arguments, **self.constants, **options)
-
-
-Run = Callable[[AttentionLaunch], None]
-"""Takes each launch, in order; `launch` runs it."""
-
-
-def launch(each: AttentionLaunch) -> None:
-    """Launch a kernel."""
-    each()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -173,7 +145,7 @@ def attend(
         if tiles.num_tasks > 1:
             parts = torch.empty(tiles.num_tasks, *out.shape, **make)
             part_lse = torch.empty(tiles.num_tasks, *lse.shape, **make)
-        with _use_device(query.device):
+        with use_device(query.device):
             run(_launch_tasks(call, tiles, (parts, part_lse, tile_lse), with_block_lse))
             if tiles.num_tasks > 1:
                 run(_launch_merge(tiles, (parts, part_lse), (out, lse)))
@@ -184,12 +156,12 @@ def attend(
 
 def _launch_tasks(
     call: RecordCall, tiles: TaskTiles, results: tuple[Tensor, Tensor, Tensor], with_tile_lse: bool
-) -> AttentionLaunch:
+) -> TritonLaunch:
     query, visible, bias = call.query, call.visible, call.bias
     batch, kv_heads, num_records = call.addresses.shape
     # Float32 is multiplied as `torch.backends.cuda.matmul` says.
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return AttentionLaunch(
+    return TritonLaunch(
         kernel=_kernels.attend_tasks,
         grid=(batch * kv_heads * ceil_div(call.num_rows, tiles.rows), tiles.num_tasks),
         arguments=(
@@ -225,9 +197,9 @@ def _launch_tasks(
 
 def _launch_merge(
     tiles: TaskTiles, parts: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]
-) -> AttentionLaunch:
+) -> TritonLaunch:
     out, lse = results
-    return AttentionLaunch(
+    return TritonLaunch(
         kernel=_kernels.merge_tasks,
         grid=(lse.numel(),),
         arguments=(*parts, out, lse, lse.numel(), tiles.num_tasks),
@@ -238,11 +210,6 @@ def _launch_merge(
             "BLOCK_VALUE": tiles.value,
         },
     )
-
-
-def _use_device(device: torch.device) -> Any:
-    """Make a GPU current: Triton launches there, whatever its arguments are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def ceil_div(number: int, by: int) -> int:

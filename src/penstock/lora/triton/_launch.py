@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
+from penstock.codegen import Run, TritonLaunch, launch
 from penstock.iomodel import TileOrder
 from penstock.lora._dropout import to_threshold
 from penstock.lora.triton import _kernels
@@ -22,33 +23,6 @@ NUM_STAGES = 2 if torch.version.hip else 3
 """Tiles on their way: on AMD in registers, of which more than one is too many."""
 _WORD = 0xFFFFFFFF
 _DOWN_GRADIENT, _UP_GRADIENT = 6, 7  # fields of AdapterRecord
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class ProductLaunch:
-    """One launch of a kernel."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    constants: Mapping[str, Any]
-    num_warps: int = 4
-    num_stages: int = NUM_STAGES
-
-    def __call__(self) -> None:
-        """Launch the kernel, unless there is nothing to do."""
-        if 0 not in self.grid:
-            options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-            self.kernel[self.grid](*self.arguments, **self.constants, **options)
-
-
-Run = Callable[[ProductLaunch], None]
-"""Takes each launch, in order; `launch` runs it."""
-
-
-def launch(each: ProductLaunch) -> None:
-    """Launch a kernel."""
-    each()
 
 
 class AdapterRecord(NamedTuple):
@@ -181,7 +155,8 @@ def forward(
     grid = (len(rows.blocks), -(-rows.max_rank // tiles.rank))
     sizes = {"BLOCK_ROWS": tiles.down_rows, "BLOCK_INNER": tiles.down_inner}
     run(
-        ProductLaunch(
+        TritonLaunch(
+            num_stages=NUM_STAGES,
             kernel=_kernels.down_product,
             grid=grid,
             arguments=(x, *x.stride(), _order(rows, x), blocks, table, s, x.shape[1]),
@@ -224,7 +199,7 @@ def _launch_base_product(
     tile_order: TileOrder | None,
     *,
     backward: bool,
-) -> ProductLaunch:
+) -> TritonLaunch:
     tiles, blocks = rows.tiles, rows.device_tables[1]
     width, num_blocks = out.shape[1], len(rows.all_blocks)
     ordered = order_tiles(tile_order, num_blocks, (width, of.left.shape[1]), tiles, of.left)
@@ -243,7 +218,8 @@ def _launch_base_product(
         "GROUP": ordered.group,
         "HAS_TILE_TABLE": ordered.table is not None,
     }
-    return ProductLaunch(
+    return TritonLaunch(
+        num_stages=NUM_STAGES,
         kernel=_kernels.base_product,
         grid=(num_blocks * -(-width // tiles.base_columns),),
         arguments=(
@@ -331,7 +307,8 @@ def _run_up_gradient(
     operands = (dy, *dy.stride(), _order(rows, dy), pieces, table, s)
     sizes = {"BLOCK_COLUMNS": tiles.up_columns, "BLOCK_RANK": tiles.rank}
     run(
-        ProductLaunch(
+        TritonLaunch(
+            num_stages=NUM_STAGES,
             kernel=_kernels.up_gradient,
             grid=grid,
             arguments=(*operands, slices, len(s), partial, width),
@@ -347,8 +324,12 @@ def _run_up_gradient(
         sizes = {"BLOCK": tiles.added}
         arguments = (slices, ds, len(s), num_slices)
         run(
-            ProductLaunch(
-                kernel=_kernels.add_slices, grid=grid, arguments=arguments, constants=sizes
+            TritonLaunch(
+                num_stages=NUM_STAGES,
+                kernel=_kernels.add_slices,
+                grid=grid,
+                arguments=arguments,
+                constants=sizes,
             )
         )
     if gradients:
@@ -371,7 +352,8 @@ def _run_down_gradient(
     num_programs = len(rows.pieces) * -(-width // tiles.down_columns)
     sizes = {"BLOCK_COLUMNS": tiles.down_columns, "BLOCK_RANK": tiles.rank}
     run(
-        ProductLaunch(
+        TritonLaunch(
+            num_stages=NUM_STAGES,
             kernel=_kernels.down_gradient,
             grid=(num_programs, -(-rows.max_rank // tiles.rank)),
             arguments=(x, *x.stride(), _order(rows, x), pieces, table, ds, partial, width),
@@ -393,10 +375,11 @@ def _launch_sum(
     width: int,
     gradients: Sequence[torch.Tensor],
     field: int,
-) -> ProductLaunch:
+) -> TritonLaunch:
     """Return the launch that adds partial sums of gradients, of which some may be empty."""
     longest = max(gradient.numel() for gradient in gradients)
-    return ProductLaunch(
+    return TritonLaunch(
+        num_stages=NUM_STAGES,
         kernel=_kernels.add_pieces,
         grid=(len(gradients), -(-longest // rows.tiles.added)),
         arguments=(partial, *rows.device_tables[2:], table, width),

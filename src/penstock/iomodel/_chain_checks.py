@@ -1,0 +1,167 @@
+"""Checks that modules compute in chunks what they compute at once, by some of the rows.
+
+A few rows, from everywhere, run before the chunks. Modules that mix rows, count them, draw random
+numbers or use weights of others show it there, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Run = Callable[[Tensor, Sequence[Tensor]], Tensor]
+_NUM_ROWS = 8
+_TOLERANCE = 0.05  # of the largest number: sums of other lengths differ by less in any dtype
+
+
+@torch.compiler.disable(reason="what the rows are decides what is refused")
+def run_some_rows(
+    run: Run, modules: Sequence[Any], rows: Tensor, others: Sequence[Tensor]
+) -> Tensor:
+    """Return the result of a few rows, or the sum over them, of modules that can run in chunks.
+
+    Args:
+        run: Runs all modules on rows, with the further arguments of the last one.
+        modules: The modules.
+        rows: All rows, at least 2.
+        others: Further arguments of the last module, by row.
+
+    Raises:
+        TypeError: The result is no tensor.
+        ValueError: The modules would compute something else in chunks.
+    """
+    at = torch.linspace(0, len(rows) - 1, min(_NUM_ROWS, len(rows)), device=rows.device).long()
+    some, of_some = rows.detach()[at], [each[at] for each in others]
+    state, kept = random_state(rows.device), _buffer_versions(modules)
+    result = run(some, of_some)
+    check_result(modules[-1], result)
+    if kept != _buffer_versions(modules):
+        raise ValueError(
+            "a module of the chain changes its buffers, as of batches and not of rows; leave it "
+            "out of the chain, or set it to eval()"
+        )
+    is_random = not torch.equal(state, random_state(rows.device))
+    if torch.is_grad_enabled():
+        if is_random:
+            refuse_random_numbers()
+        _check_leaves(result, modules, others)
+    result = result.detach()
+    if not is_random:
+        _check_rows(run, result, some, of_some)
+    return result
+
+
+def check_result(module: object, result: object) -> None:
+    """Raise `TypeError` if a module of a chain returned no tensor."""
+    if not isinstance(result, Tensor):
+        name = getattr(module, "__name__", type(module).__name__)
+        raise TypeError(
+            f"{name} returned a {type(result).__name__}, but a module of a chain must return one "
+            "tensor; take it out of the result in a function"
+        )
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of the random numbers that modules draw for a device."""
+    state = torch.get_rng_state()
+    if device.type != "cuda":
+        return state
+    return torch.cat([state, torch.cuda.get_rng_state(device)])
+
+
+def refuse_random_numbers() -> None:
+    """Raise `ValueError`: the backward pass would draw others."""
+    raise ValueError(
+        "a module of the chain drew random numbers, which would differ in the backward pass; leave "
+        "dropout out of the chain, or set its modules to eval()"
+    )
+
+
+def forbid_second_derivative(gradient: Tensor | None, operands: Sequence[Tensor]) -> Tensor | None:
+    """Return a gradient of operands whose own gradient is refused, and not taken for 0."""
+    found: Any = None if gradient is None else _FirstDerivative.apply(gradient, *operands)
+    return found
+
+
+class _FirstDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *_: Tensor) -> Tensor:
+        """Return the gradient."""
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Refuse."""
+        raise RuntimeError(
+            "the gradients of penstock.iomodel.run_chain have no gradients of their own: for "
+            "second derivatives call the modules one after the other"
+        )
+
+
+def _buffer_versions(modules: Iterable[Any]) -> list[tuple[int, int]]:
+    buffers = (b for each in modules if isinstance(each, nn.Module) for b in each.buffers())
+    return [(id(each), each._version) for each in buffers if not each.is_inference()]
+
+
+def _check_leaves(result: Tensor, modules: Iterable[Any], others: Sequence[Tensor]) -> None:
+    """Refuse tensors that need gradients, and would get none in silence."""
+    known = {id(each) for of in modules if isinstance(of, nn.Module) for each in of.parameters()}
+    hidden = [each for each in others if each.requires_grad]
+    hidden += [each for each in _find_leaves(result) if id(each) not in known]
+    if hidden:
+        raise ValueError(
+            f"a tensor of the shape {tuple(hidden[0].shape)} needs a gradient, and is neither x "
+            "nor a parameter of the chain's modules: make it a parameter of an nn.Module in the "
+            "chain, or detach() it"
+        )
+
+
+def _find_leaves(result: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves of a result's graph that need gradients."""
+    stack, seen = [result.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        stack += [each for each, _ in node.next_functions]
+
+
+def _check_rows(run: Run, result: Tensor, some: Tensor, others: Sequence[Tensor]) -> None:
+    """Refuse results that are not of each row alone, or no sum over rows."""
+    with torch.no_grad():
+        if result.dim() == 0:
+            again = run(torch.cat([some, some]), [torch.cat([each, each]) for each in others])
+            found, expected = again, 2 * result
+        elif len(result) == len(some):
+            found, expected = run(some[-1:], [each[-1:] for each in others]), result[-1:]
+        else:
+            found, expected = result, result[:0]
+        if found.shape == expected.shape and not _differ(found, expected):
+            return
+    if result.dim() == 0:
+        raise ValueError(
+            f"the number that the chain's last module returned is no sum over its rows: "
+            f"{float(result):.4g} of {len(some)} rows, {float(found):.4g} of the same rows twice; "
+            "pass one that adds, as with reduction='sum', and divide the result by the rows"
+        )
+    raise ValueError(
+        "a module of the chain does not work on each row alone: a row's result depends on the rows "
+        "beside it; leave out what reduces, sorts or normalises over rows"
+    )
+
+
+def _differ(found: Tensor, expected: Tensor) -> bool:
+    """Return whether numbers differ by more than sums of floats do."""
+    if not expected.is_floating_point():
+        return False  # an index of equals may be any of them
+    found, expected = found.float(), expected.float()
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return True
+    most = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else 0.0
+    return bool(((found - expected).abs() > _TOLERANCE * most).any())

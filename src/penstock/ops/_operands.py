@@ -1,0 +1,39 @@
+"""Operands of the operators: their dtypes, and the dtype that sums over them have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+KINDS = {dtype: kind for kind, dtype in enumerate(DTYPES)}
+"""By dtype the number that `with_element` of `codegen/reals.cpp` knows it by."""
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums: float64 for that, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is not of floating-point numbers that the operators know.
+
+    Raises:
+        TypeError: The dtype is another.
+    """
+    if tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} has the dtype {tensor.dtype}, but must have one of "
+            f"{', '.join(map(str, DTYPES))}: convert it with {name}.float()"
+        )
+
+
+def check_together(**tensors: Tensor) -> None:
+    """Refuse tensors on several devices.
+
+    Raises:
+        ValueError: They are not on one.
+    """
+    if len({each.device for each in tensors.values()}) > 1:
+        found = ", ".join(f"{name} on {each.device}" for name, each in tensors.items())
+        raise ValueError(f"{', '.join(tensors)} must be on one device, but are: {found}")

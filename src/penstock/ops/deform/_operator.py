@@ -1,0 +1,119 @@
+"""The operators of deformable convolutions, with gradients, fake kernels and FLOPs."""
+
+# ruff: noqa: ANN001, ANN002, ANN003, ANN202
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from penstock.codegen import name_kernels
+from penstock.ops._operands import sum_dtype
+from penstock.ops.deform import _native, _torch
+from penstock.ops.deform._shapes import DeformGeometry
+
+
+def kernels_for(x: Tensor) -> ModuleType:
+    """Return the module that computes inputs of this dtype and device; Triton on the first call."""
+    name = name_kernels(x.device.type, _native.is_available)
+    if name == "Triton" and x.dtype != torch.float64:
+        return import_module("penstock.ops.deform.triton")
+    return _native if name == "C++" else _torch
+
+
+@torch.library.custom_op("penstock::deform_forward", mutates_args=())
+def deform_forward(
+    x: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    geometry: list[int],
+) -> Tensor:
+    """Return the output, as `_torch.forward` says."""
+    offset, mask = _to_sums(x, offset, mask)
+    return kernels_for(x).forward(x, offset, weight, bias, mask, DeformGeometry.of(geometry))
+
+
+@torch.library.custom_op("penstock::deform_backward", mutates_args=())
+def deform_backward(
+    dout: Tensor,
+    x: Tensor,
+    offset: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    geometry: list[int],
+) -> list[Tensor]:
+    """Return the gradients of x, offset, weight, and of bias and mask where there are such."""
+    given = (x, offset, weight, bias, mask)
+    offset, mask = _to_sums(x, offset, mask)
+    grads = kernels_for(x).backward(
+        dout, x, offset, weight, bias, mask, DeformGeometry.of(geometry)
+    )
+    return [
+        grad.to(each.dtype)
+        for grad, each in zip(grads, given, strict=True)
+        if grad is not None and each is not None
+    ]
+
+
+def _to_sums(x: Tensor, offset: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    dtype = sum_dtype(x.dtype)
+    return offset.to(dtype), None if mask is None else mask.to(dtype)
+
+
+@deform_forward.register_fake
+def _(x, offset, weight, bias, mask, geometry):
+    return x.new_empty(
+        x.shape[0], weight.shape[0], *DeformGeometry.of(geometry).out_size(x, weight)
+    )
+
+
+@deform_backward.register_fake
+def _(dout, x, offset, weight, bias, mask, geometry):
+    given = (x, offset, weight, bias, mask)
+    return [each.new_empty(each.shape) for each in given if each is not None]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.geometry = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    given = ctx.saved_tensors
+    grads = iter(deform_backward(dout, *given, ctx.geometry))
+    return *(None if each is None else next(grads) for each in given), None
+
+
+deform_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(
+        "the gradient of penstock.ops.deform_conv2d has no gradient of its own: second derivatives "
+        "are not supported"
+    )
+
+
+deform_backward.register_autograd(_refuse)
+
+
+@register_flop_formula(torch.ops.penstock.deform_forward)
+def _count_forward(x, offset, weight, *_, out_shape, **__) -> int:
+    """Count the products of weights and columns."""
+    outs, of_group, height, width = weight
+    return 2 * out_shape[0] * out_shape[2] * out_shape[3] * outs * of_group * height * width
+
+
+@register_flop_formula(torch.ops.penstock.deform_backward)
+def _count_backward(dout, x, offset, weight, *_, **__) -> int:
+    """Count those of dcolumn and dW."""
+    outs, of_group, height, width = weight
+    return 4 * dout[0] * dout[2] * dout[3] * outs * of_group * height * width

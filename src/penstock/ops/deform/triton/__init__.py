@@ -1,0 +1,9 @@
+"""Deformable convolutions in Triton kernels, for NVIDIA and AMD GPUs.
+
+`_launch.py` cuts a call into tiles and launches `_kernels.py`; `_bytes.py` says how much memory the
+kernels ask for. Importing this imports Triton.
+"""
+
+from penstock.ops.deform.triton._launch import backward, forward
+
+__all__ = ["backward", "forward"]

@@ -1,0 +1,134 @@
+"""Bytes that the kernels ask of memory, as formulas of shapes and of the corners inside images.
+
+With E bytes of an element, B images of P pixels of output and H of input, C channels, O outputs in
+tiles of groups of weights (o of them), T taps, G offset groups, and Q corners inside, of all images
+and offset groups; a place takes p = 8 bytes, 12 with a mask, and its corners C / G E each:
+
+    convolve_tiles         B P T p (groups o segments) + o Q C / G E
+                           + B ceil(P / tile) E (weights, and O of the bias); B P O E stored
+    differentiate_weights  B P T p (groups o tiles of channels) + o Q C / G E
+                           + B P O T E (tiles of channels); 4 parts x weights stored
+    differentiate_places   B P T G p + B P T C E + Q C / G E; B P T G p stored
+    gather_gradients       8 Q (tiles of channels) + Q C / G E; of each window 8 G H (tiles) and
+                           4 C H, which are stored too
+
+They are requests, before any cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from torch import Tensor
+
+from penstock.codegen import ByteCount
+from penstock.ops.deform._shapes import DeformGeometry
+from penstock.ops.deform.triton._launch import DeformOperands, DeformSizes, sizes_of, sort_corners
+
+_WORD = 4  # bytes of a float32 and of an int32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeformBytes:
+    """Bytes of the kernels of a call; the offsets are read.
+
+    Attributes:
+        x: Input.
+        offset: Offsets, float32.
+        weight: Weights.
+        bias: Bias, or None.
+        mask: Mask, float32, or None.
+        geometry: Stride, padding and dilation.
+        num_windows: Windows of an image's pixels in the backward pass.
+    """
+
+    x: Tensor
+    offset: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    mask: Tensor | None
+    geometry: DeformGeometry
+    num_windows: int = 1
+
+    def forward(self) -> ByteCount:
+        """Return the bytes of `forward`."""
+        s, pixels, element = self._sizes, self._pixels, self.x.element_size()
+        programs = self._groups * self._out_tiles
+        tiles = len(self.x) * -(-pixels // s.tile_pixels)
+        loaded = len(self.x) * pixels * s.taps * self._place_bytes * programs * s.segments
+        loaded += self._out_tiles * self._corner_bytes
+        loaded += tiles * element * (self.weight.numel() + s.outs * s.has_bias)
+        return ByteCount(loaded_bytes=loaded, stored_bytes=len(self.x) * s.outs * pixels * element)
+
+    def backward(self) -> ByteCount:
+        """Return the bytes of all kernels of `backward`."""
+        windows = self.num_windows * len(self.x)
+        return ByteCount(
+            loaded_bytes=self._load_weights() + self._load_places() + self._load_gradients(windows),
+            stored_bytes=_WORD * self._sizes.parts * self.weight.numel()
+            + self._all_places * self._place_bytes
+            + windows * self._plane_bytes,
+            num_launches=1 + 2 * windows,
+        )
+
+    def _load_weights(self) -> int:
+        s, element = self._sizes, self.x.element_size()
+        channel_tiles = s.segments * -(-s.segment // s.tile_channels)
+        pixels = len(self.x) * self._pixels * s.taps * channel_tiles
+        places = pixels * self._place_bytes * self._groups * self._out_tiles
+        return places + self._out_tiles * self._corner_bytes + pixels * s.outs * element
+
+    def _load_places(self) -> int:
+        s = self._sizes
+        columns = len(self.x) * self._pixels * s.taps * s.channels * self.x.element_size()
+        return self._all_places * self._place_bytes + columns + self._corner_bytes
+
+    def _load_gradients(self, windows: int) -> int:
+        s = self._sizes
+        tiles = -(-s.of_offset // s.tile_channels)
+        lists = 2 * _WORD * s.offset_groups * s.height * s.width * tiles
+        entries = 2 * _WORD * self._corners * tiles
+        return entries + self._corner_bytes + windows * (lists + self._plane_bytes)
+
+    @functools.cached_property
+    def _sizes(self) -> DeformSizes:
+        given = (self.x, self.offset, self.weight, self.bias, self.mask, self.geometry)
+        return sizes_of(*given)
+
+    @functools.cached_property
+    def _corners(self) -> int:
+        """Corners inside of the images, of all places."""
+        operands = DeformOperands(
+            self.x, self.offset, self.offset if self.mask is None else self.mask
+        )
+        windows = [(image, 0, self._pixels) for image in range(len(self.x))]
+        return sum(int(sort_corners(operands, self._sizes, each)[0][-1]) for each in windows)
+
+    @property
+    def _pixels(self) -> int:
+        return self._sizes.out_height * self._sizes.out_width
+
+    @property
+    def _groups(self) -> int:
+        return self._sizes.channels // self._sizes.of_group
+
+    @property
+    def _out_tiles(self) -> int:
+        return -(-self._sizes.outs_of_group // self._sizes.tile_outs)
+
+    @property
+    def _place_bytes(self) -> int:
+        return _WORD * (2 + self._sizes.has_mask)
+
+    @property
+    def _all_places(self) -> int:
+        return len(self.x) * self._pixels * self._sizes.taps * self._sizes.offset_groups
+
+    @property
+    def _corner_bytes(self) -> int:
+        return self._corners * self._sizes.of_offset * self.x.element_size()
+
+    @property
+    def _plane_bytes(self) -> int:
+        return _WORD * self._sizes.channels * self._sizes.height * self._sizes.width

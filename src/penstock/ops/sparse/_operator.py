@@ -1,0 +1,196 @@
+"""The operators of sparse products, with gradients and fake kernels.
+
+Patterns reach them as lists of tensors: offsets and columns of A, of B and of C. The pattern has no
+gradient; the values have one in the patterns of the operands.
+"""
+
+# ruff: noqa: ANN001, ANN202
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.ops.sparse import _native, _torch
+from penstock.ops.sparse._rows import Rows
+
+
+def name_kernels(values: Tensor) -> str:
+    """Return "C++", "Triton" or "torch": what multiplies values of this dtype and device."""
+    if values.device.type == "cpu":
+        return "C++" if _native.is_available() else "torch"
+    has_kernels = values.device.type == "cuda" and values.dtype != torch.float64
+    return "Triton" if has_kernels and _has_triton() else "torch"
+
+
+@torch.compiler.assume_constant_result
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernels_for(values: Tensor) -> ModuleType:
+    """Return the module that multiplies; Triton is imported by the first call on a GPU."""
+    name = name_kernels(values)
+    if name == "Triton":
+        return import_module("penstock.ops.sparse.triton")
+    return _native if name == "C++" else _torch
+
+
+@torch.library.custom_op("penstock::spgemm_pattern", mutates_args=())
+def spgemm_pattern(indices: Sequence[Tensor], num_columns: int, max_bytes: int) -> list[Tensor]:
+    """Return the offsets, int64, and the columns of a product, in the columns of a mask if given.
+
+    Args:
+        indices: Offsets and columns of A, of B and perhaps of a mask.
+        num_columns: Of B.
+        max_bytes: Of the workspace.
+    """
+    left, right, *masks = _read(indices, num_columns)
+    mask = masks[0] if masks else None
+    is_native = left.columns.device.type == "cpu" and _native.is_available()
+    module = _native if is_native else _torch
+    return list(module.find_pattern(left, right, mask, max_bytes))
+
+
+@spgemm_pattern.register_fake
+def _(indices, num_columns, max_bytes):
+    offsets, columns = indices[0], indices[1]
+    count = torch.library.get_ctx().new_dynamic_size()
+    return [offsets.new_empty(offsets.shape, dtype=torch.int64), columns.new_empty(count)]
+
+
+@torch.library.custom_op("penstock::spgemm_product", mutates_args=())
+def spgemm_product(
+    left_values: Tensor,
+    right_values: Tensor,
+    indices: Sequence[Tensor],
+    num_columns: int,
+    max_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return offsets, columns and values of a product, whose rows are found and summed at once.
+
+    `indices` and all else are as `spgemm_pattern` and `spgemm_values` take them.
+    """
+    left, right, *masks = _read(indices, num_columns)
+    mask, module = masks[0] if masks else None, _kernels_for(left_values)
+    if module is _native:
+        offsets, columns, values = _native.find_product(
+            left, right, mask, left_values, right_values, max_bytes
+        )
+        return offsets.to(columns.dtype), columns, values
+    offsets, columns = _torch.find_pattern(left, right, mask, max_bytes)
+    result = Rows(offsets.to(columns.dtype), columns, left.num_rows, num_columns)
+    values = module.multiply(
+        left, right, result, left_values, right_values, mask is not None, max_bytes
+    )
+    return result.offsets, columns, values
+
+
+@spgemm_product.register_fake
+def _(left_values, right_values, indices, num_columns, max_bytes):
+    offsets, columns = indices[0], indices[1]
+    count = torch.library.get_ctx().new_dynamic_size()
+    values = left_values.new_empty(count)
+    return offsets.new_empty(offsets.shape), columns.new_empty(count), values
+
+
+def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    left_values, right_values, indices, ctx.num_columns, ctx.max_bytes = inputs
+    offsets, columns, _ = output
+    ctx.mark_non_differentiable(offsets, columns)
+    ctx.num_indices = len(indices)
+    ctx.save_for_backward(left_values, right_values, *indices[:4], offsets, columns)
+
+
+def _differentiate_product(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    left_values, right_values, *indices = ctx.saved_tensors
+    is_masked = ctx.num_indices > 4
+    rest = (ctx.num_columns, is_masked, ctx.max_bytes)
+    found = spgemm_gradients(grads[2], left_values, right_values, indices, *rest)
+    return *found, [None] * ctx.num_indices, None, None
+
+
+spgemm_product.register_autograd(_differentiate_product, setup_context=_keep_product)
+
+
+@torch.library.custom_op("penstock::spgemm_values", mutates_args=())
+def spgemm_values(
+    left_values: Tensor,
+    right_values: Tensor,
+    indices: Sequence[Tensor],
+    num_columns: int,
+    is_masked: bool,
+    max_bytes: int,
+) -> Tensor:
+    """Return the values of a product, as `_torch.multiply` says."""
+    left, right, result = _read(indices, num_columns)
+    module = _kernels_for(left_values)
+    return module.multiply(left, right, result, left_values, right_values, is_masked, max_bytes)
+
+
+@torch.library.custom_op("penstock::spgemm_gradients", mutates_args=())
+def spgemm_gradients(
+    dvalues: Tensor,
+    left_values: Tensor,
+    right_values: Tensor,
+    indices: Sequence[Tensor],
+    num_columns: int,
+    is_masked: bool,
+    max_bytes: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both operands' values, as `_torch.differentiate` says."""
+    left, right, result = _read(indices, num_columns)
+    module = _kernels_for(left_values)
+    return module.differentiate(
+        dvalues, left, right, result, left_values, right_values, is_masked, max_bytes
+    )
+
+
+def _read(indices: Sequence[Tensor], num_columns: int) -> list[Rows]:
+    """Return A, B and what follows them, which has the shape of C."""
+    num_rows, num_inner = len(indices[0]) - 1, len(indices[2]) - 1
+    shapes = [(num_rows, num_inner), (num_inner, num_columns), (num_rows, num_columns)]
+    return [
+        Rows(offsets, columns, *shape)
+        for offsets, columns, shape in zip(indices[::2], indices[1::2], shapes, strict=False)
+    ]
+
+
+@spgemm_values.register_fake
+def _(left_values, right_values, indices, num_columns, is_masked, max_bytes):
+    return left_values.new_empty(indices[5].shape)
+
+
+@spgemm_gradients.register_fake
+def _(dvalues, left_values, right_values, indices, num_columns, is_masked, max_bytes):
+    return torch.empty_like(left_values), torch.empty_like(right_values)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    left_values, right_values, indices, *ctx.rest = inputs
+    ctx.save_for_backward(left_values, right_values, *indices)
+
+
+def _differentiate(ctx: Any, dvalues: Tensor) -> tuple[Any, ...]:
+    left_values, right_values, *indices = ctx.saved_tensors
+    grads = spgemm_gradients(dvalues, left_values, right_values, indices, *ctx.rest)
+    return *grads, [None] * len(indices), None, None, None
+
+
+spgemm_values.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(
+        "the gradient of penstock.ops.spgemm has no gradient of its own: for second derivatives "
+        "multiply dense matrices"
+    )
+
+
+spgemm_gradients.register_autograd(_refuse)

@@ -1,0 +1,123 @@
+"""Chains that would be another program in chunks are refused, and gradients are never left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.iomodel import run_chain
+
+
+def rows(count=40, requires_grad=True):
+    return torch.randn(count, 6, requires_grad=requires_grad)
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += len(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Softmax(0),
+        lambda x: x.cumsum(0),
+        lambda x: x - x.mean(0),
+        lambda x: F.layer_norm(x, x.shape),
+        lambda x: x.sum(0),
+        lambda x: x.sort(0).values,
+    ],
+    ids=["softmax", "cumsum", "mean", "layer norm of all", "sum", "sort"],
+)
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_modules_that_mix_rows_are_refused(module, has_gradients):
+    modules = [nn.Linear(6, 6), module, nn.Linear(6, 6)]
+    with (
+        torch.set_grad_enabled(has_gradients),
+        pytest.raises(ValueError, match="each row alone"),
+    ):
+        run_chain(modules, rows(), chunk_rows=8)
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm1d(6), Counter()], ids=["batch norm", "counter"])
+def test_modules_that_change_their_buffers_are_refused(module):
+    with pytest.raises(ValueError, match="changes its buffers"):
+        run_chain([nn.Linear(6, 6), module], rows(), chunk_rows=8)
+    assert run_chain([nn.Linear(6, 6), nn.BatchNorm1d(6).eval()], rows(), chunk_rows=8).shape
+
+
+@pytest.mark.parametrize("are_ignored", [False, True])
+def test_a_number_that_is_no_sum_is_refused(are_ignored):
+    labels = torch.randint(0, 6, (40,))
+    labels[-5:] = -100 if are_ignored else labels[-5:]
+    with pytest.raises(ValueError, match="no sum over its rows"):
+        run_chain([nn.Linear(6, 6), nn.CrossEntropyLoss()], rows(), labels, chunk_rows=8)
+    with pytest.raises(ValueError, match="no sum over its rows"):
+        run_chain([lambda x: x.square().mean()], rows(), chunk_rows=8)
+
+
+def test_tensors_that_would_get_no_gradient_are_refused():
+    weight = torch.randn(6, 6, requires_grad=True)
+    for hidden in (lambda x: F.linear(x, weight), lambda x: F.linear(x, weight * 2).tanh()):
+        with pytest.raises(ValueError, match=r"shape \(6, 6\) needs a gradient"):
+            run_chain([nn.GELU(), hidden], rows(requires_grad=False), chunk_rows=8)
+    scale = torch.rand(40, 6, requires_grad=True)
+    with pytest.raises(ValueError, match=r"shape \(40, 6\) needs a gradient"):
+        run_chain([nn.Linear(6, 6), torch.mul], rows(), scale, chunk_rows=8)
+    with torch.no_grad():
+        assert run_chain([lambda x: F.linear(x, weight)], rows(), chunk_rows=8).shape == (40, 6)
+
+
+@pytest.mark.parametrize("options", [{"chunk_rows": 8}, {}])
+def test_results_that_are_no_tensor_are_refused(options):
+    def divide(x):
+        return x.chunk(2, -1)
+
+    with pytest.raises(TypeError, match="divide returned a tuple"):
+        run_chain([nn.Linear(6, 6), divide], rows(), **options)
+
+
+@pytest.mark.parametrize("end", [torch.tanh, lambda x: x.tanh().sum()], ids=["rows", "sum"])
+def test_second_derivatives_are_refused(end):
+    layer, x = nn.Linear(6, 6), rows()
+    value = run_chain([layer, end], x, chunk_rows=8).sum()
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no gradients of their own"):
+        gradient.square().sum().backward()
+
+
+def test_gradients_of_a_sum_may_be_changed_before_a_second_backward_pass():
+    layer, x = nn.Linear(6, 6), rows()
+    loss = run_chain([layer, lambda x: x.square().sum()], x, chunk_rows=8)
+    loss.backward(retain_graph=True)
+    before = x.grad.clone(), layer.weight.grad.clone()
+    for each in (x, layer.weight):
+        each.grad.zero_()
+    loss.backward()
+    torch.testing.assert_close((x.grad, layer.weight.grad), before)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_hooks_before_the_backward_pass_of_a_layer_run(number):
+    modules, x = [nn.Linear(6, 6), nn.Linear(6, 6)], rows()
+    modules[number].register_full_backward_pre_hook(lambda _, gradient: (gradient[0] * 2,))
+    found, expected = run_chain(modules, x, chunk_rows=8), modules[1](modules[0](x))
+    operands = [x, *modules[0].parameters(), *modules[1].parameters()]
+    ours, theirs = (torch.autograd.grad(each.sum(), operands) for each in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_labels_that_change_before_the_backward_pass_are_noticed():
+    labels = torch.randint(0, 6, (40,))
+    loss = nn.CrossEntropyLoss(reduction="none")
+    found = run_chain([nn.Linear(6, 6), loss], rows(), labels, chunk_rows=8)
+    labels.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()

@@ -1,0 +1,186 @@
+"""Run by `test_triton_sparse_deform.py` in a process of its own, where Triton interprets kernels.
+
+The interpreter has to be chosen before Triton is imported, and is wrong to have for other tests.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from penstock.codegen import count_bytes
+from penstock.ops import product_pattern, spgemm
+from penstock.ops.deform import _operator as deform_operator
+from penstock.ops.deform import _torch as deform_torch
+from penstock.ops.deform import deform_conv2d
+from penstock.ops.deform import triton as deform
+from penstock.ops.deform._shapes import DeformGeometry
+from penstock.ops.deform.triton._bytes import DeformBytes
+from penstock.ops.sparse import _operator as sparse_operator
+from penstock.ops.sparse import _torch as sparse_torch
+from penstock.ops.sparse import triton as sparse
+from penstock.ops.sparse.triton._bytes import count_sampling
+from penstock.ops.sparse.triton._launch import plan_gradients, plan_values
+from test_deform import CASE, operands
+from test_spgemm import draw
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_sparse_deform.py runs this"
+
+pytestmark = [  # what torch says once of every sparse tensor
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+]
+
+FLOAT, HALF = torch.float32, torch.float16
+TOLERANCES = {FLOAT: 3e-6, HALF: 3e-3}
+"""Of norms, relative: sums of some hundred products; columns are rounded to 11 bits."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bounds_of_loops():
+    """NumPy 2.4 makes no int of an array of one number, which is what the interpreter has."""
+    patch = pytest.MonkeyPatch()
+    set_attr = interpreter._LangPatchScope.set_attr
+
+    def with_item(scope: Any, target: Any, name: str, value: Any) -> None:
+        if name == "__index__":
+            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
+        set_attr(scope, target, name, value)
+
+    patch.setattr(interpreter._LangPatchScope, "set_attr", with_item)
+    yield
+    patch.undo()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return float(
+        (found - expected).norm() / expected.norm().clamp(min=0.1 * expected.numel() ** 0.5)
+    )
+
+
+# ------------------------------------------------------------------------- sparse
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(20, 30, 200, 0.2), (9, 7, 5, 0.9), (4, 3, 6, 0.0)])
+def test_products_and_their_bytes(shape, index: torch.dtype, has_mask: bool):
+    rows, inner, columns, density = shape
+    a = draw(rows, inner, density, index=index)
+    b = draw(inner, columns, density, 1, index=index)
+    mask = draw(rows, columns, 0.4, 2, index=index) if has_mask else None
+    pattern = product_pattern(a, b, mask=mask)
+    of = (pattern.left, pattern.right, pattern.result)
+    values = (a.values(), b.values())
+    floats = tuple(each.float() for each in values)
+    found = sparse.multiply(*of, *floats, has_mask, 1000)
+    expected = sparse_torch.multiply(*of, *values, has_mask, 1000)
+    assert error(found, expected) < TOLERANCES[FLOAT]
+    dvalues = torch.randn(len(found), dtype=torch.float64)
+    grads = sparse.differentiate(dvalues.float(), *of, *floats, has_mask, 1000)
+    exact = sparse_torch.differentiate(dvalues, *of, *values, has_mask, 1000)
+    for each, wanted in zip(grads, exact, strict=True):
+        assert error(each, wanted) < TOLERANCES[FLOAT]
+    pairs = (a.to_dense() != 0).float() @ (b.to_dense() != 0).float()
+    num_found = int(pairs.sum() if mask is None else (pairs * (mask.to_dense() != 0)).sum())
+    samplings = [plan_values(*of, *floats), *plan_gradients(dvalues.float(), *of, *floats)]
+    for sampling in samplings:
+        if len(sampling.pattern.columns):
+            counted = count_bytes(lambda s=sampling: s.compute(lambda each: each()))
+            assert counted == count_sampling(sampling, num_found)
+
+
+def test_the_operator_of_products_takes_the_kernel(monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU: the pattern by torch, values and gradients by the kernel."""
+    a, b = (draw(9, 9, 0.4, seed).float().requires_grad_() for seed in (0, 1))
+    expected = spgemm(a, b)
+    exact = torch.autograd.grad(expected.to_dense().sum(), (a, b))
+    monkeypatch.setattr(sparse_operator, "_kernels_for", lambda _: sparse)
+    found = spgemm(a, b)
+    assert torch.equal(found.col_indices(), expected.col_indices())
+    assert error(found.values().detach(), expected.values().detach()) < TOLERANCES[FLOAT]
+    for each, wanted in zip(
+        torch.autograd.grad(found.to_dense().sum(), (a, b)), exact, strict=True
+    ):
+        assert error(each.values(), wanted.values()) < TOLERANCES[FLOAT]
+
+
+# ------------------------------------------------------------------------- deform
+
+CASES = {
+    "whole": {"batch": 1, "channels": 20, "size": [4, 5]},
+    "groups": {"channels": 8, "outs": 6, "groups": 2, "offset_groups": 4, "size": [4, 4]},
+    "offsets across groups": {"batch": 1, "channels": 6, "outs": 3, "groups": 3,
+                              "offset_groups": 2, "size": [3, 4], "has_mask": False},
+    "depthwise": {"batch": 1, "channels": 3, "outs": 3, "groups": 3, "offset_groups": 1,
+                  "size": [4, 4], "has_bias": False},
+    "no padding": {"channels": 5, "outs": 70, "offset_groups": 1, "kernel": (1, 2), "size": [4, 5],
+                   "geometry": DeformGeometry(stride=(2, 1), padding=(0, 0), dilation=(1, 2))},
+}  # fmt: skip
+
+
+def prepare(name: str, dtype: torch.dtype) -> tuple[list[Tensor | None], DeformGeometry, Tensor]:
+    """Return operands as kernels take them, the geometry, and a gradient of the output."""
+    case = {**CASE, **CASES[name]}
+    x, offset, weight, bias, mask = (
+        None if each is None else each.detach() for each in operands(case, dtype)
+    )
+    assert x is not None and offset is not None and weight is not None
+    given = [x, offset.float(), weight, bias, None if mask is None else mask.float()]
+    size = case["geometry"].out_size(x, weight)
+    dout = torch.randn((len(x), len(weight), *size), generator=torch.Generator().manual_seed(1))
+    return given, case["geometry"], dout.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, FLOAT) for name in CASES), ("whole", HALF), ("groups", HALF)]
+)
+def test_convolutions_and_their_bytes(name: str, dtype: torch.dtype):
+    given, geometry, dout = prepare(name, dtype)
+    exact = [None if each is None else each.double() for each in given]
+    results: list[Any] = []
+
+    def run() -> None:
+        results.append(deform.forward(*given, geometry))
+
+    counted = count_bytes(run)
+    bytes_of = DeformBytes(*given, geometry, num_windows=2)  # type: ignore[arg-type]
+    assert counted == bytes_of.forward()
+    expected = deform_torch.forward(*exact, geometry)  # type: ignore[arg-type]
+    assert error(results[0], expected) < TOLERANCES[dtype]
+    wanted = deform_torch.backward(dout.double(), *exact, geometry)  # type: ignore[arg-type]
+    x, _, weight, *_ = given
+    assert x is not None and weight is not None
+    pixels = dout.shape[2] * dout.shape[3]
+    column = x.shape[1] * weight.shape[2] * weight.shape[3] * x.element_size()
+    window = -(-pixels // 2) * column
+
+    def differentiate() -> None:
+        results.append(deform.backward(dout, *given, geometry, window_bytes=window))
+
+    counted = count_bytes(differentiate)
+    assert counted == bytes_of.backward()
+    for found, each in zip(results[1], wanted, strict=True):
+        assert (found is None) == (each is None)
+        if found is not None:
+            assert error(found, each) < TOLERANCES[dtype]
+
+
+def test_offsets_that_are_none_have_no_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(deform_operator, "kernels_for", lambda _: deform)
+    x, weight = torch.randn(1, 3, 6, 7, requires_grad=True), torch.randn(2, 3, 1, 1)
+    offset = torch.zeros(1, 2, 6, 7)
+    offset[0, 0, 2, 3], offset[0, 1, 4, 4], offset[0, 0, 1, 1] = torch.nan, torch.inf, -1e30
+    offset.requires_grad_()
+    out = deform_conv2d(x, offset, weight)
+    assert bool(out[0, :, 2, 3].isnan().all())
+    assert not out[0, :, 4, 4].any() and not out[0, :, 1, 1].any()
+    dx, doffset = torch.autograd.grad(out, (x, offset), torch.ones_like(out))
+    assert bool(dx.isfinite().all()) and bool(doffset[0, :, 2, 3].isnan().all())
+    assert not doffset[0, :, 4, 4].any() and int(doffset.isnan().sum()) == 2
