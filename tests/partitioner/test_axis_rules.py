@@ -121,6 +121,8 @@ CASES = [
     Case(f"{ATTENTION}.default", (Q, K, K, 0.0, True), "bh"),
     Case(f"{ATTENTION}_backward.default", (Q, Q, Q, Q, *ATTENDED, 0.0, False), "bh"),
     Case("gather.default", (X, 2, indices(8, 4, 6, 2)), "ab"),
+    Case("index.Tensor", (X, [None, indices(6, 4, 2)]), "actu"),
+    Case("index.Tensor", (X, [indices(4, 2), indices(6, 2)]), "ct"),
     Case("index_select.default", (X, 1, indices(6, 4)), "abc"),
     Case("constant_pad_nd.default", (X, [0, 1], 2.0), "ab"),
     Case("tril.default", (X,), "a"),

@@ -20,7 +20,7 @@ from penstock.partitioner._bound import bound_exchanged_bytes
 from penstock.partitioner._fold import find_groups
 from penstock.partitioner._level import make_level
 from penstock.partitioner._mesh import make_mesh
-from penstock.partitioner._search import Search
+from penstock.partitioner._search import SplitSearch
 from penstock.partitioner._split import FORBIDDEN, Model
 from penstock.partitioner.axes import find_axes
 from penstock.solvers import LinearProgram, can_solve
@@ -80,7 +80,7 @@ def random_case(seed: int) -> tuple[Model, int, int]:
     axes = find_axes(graph)
     model = Model(graph, axes, find_groups(graph, axes, fold=False))
     devices = random.Random(seed).choice((2, 3))
-    search = Search(model, MACHINE, None)
+    search = SplitSearch(model, MACHINE, None)
     search.run(devices)
     peaks = [each.peak_bytes for each in search.candidates]
     share = random.Random(seed + 1).random() ** 2
@@ -91,7 +91,7 @@ def compare(seed: int) -> bool:
     """Whether a random case is solved to the optimum; the rest must hold in every one."""
     model, devices, budget = random_case(seed)
     optimum = solve_exactly(model, devices, budget)
-    search = Search(model, MACHINE, budget)
+    search = SplitSearch(model, MACHINE, budget)
     search.run(devices)
     best = search.best()
     assert best is None or best.peak_bytes <= budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,11 @@ from penstock.cli._options import (
 )
 from penstock.cli._plan import parse_device_memory
 from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.partitioner import Partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,7 @@ def _show_partition(options: PartitionOptions) -> None:
     from penstock.partitioner import check
     from penstock.partitioner import partition as find_partition
     from penstock.planner.paging import peak_of_program_order
-    from penstock.report import draw_frontier, frontier_table, partition_map
+    from penstock.report import frontier_table, partition_map
 
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     with err.status(f"Capturing a training step of {options.model}"):
@@ -123,6 +128,12 @@ def _show_partition(options: PartitionOptions) -> None:
     unicode = (out.encoding or "utf-8").lower().startswith("utf")
     sys.stdout.write(f"{found}\n\n{frontier_table(found, unicode=unicode)}\n\n")
     sys.stdout.write(f"{partition_map(graph, found)}\n")
+    _write_files(options, found, out)
+
+
+def _write_files(options: PartitionOptions, found: Partition, out: Console) -> None:
+    from penstock.report import draw_frontier
+
     if options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         found.save(options.save)

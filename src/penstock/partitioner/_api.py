@@ -15,7 +15,7 @@ from penstock.partitioner._bound import bound_exchanged_bytes
 from penstock.partitioner._fold import find_groups
 from penstock.partitioner._mesh import PARTIAL, link_rate, share
 from penstock.partitioner._partition import Collective, FrontierPoint, Partition
-from penstock.partitioner._search import Candidate, Search
+from penstock.partitioner._search import FoundSplit, SplitSearch
 from penstock.partitioner._split import Model, StepSplit
 from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
@@ -77,7 +77,7 @@ def partition(
     start = time.monotonic()
     axes = find_axes(graph)
     model = Model(graph, axes, find_groups(graph, axes))
-    search = Search(model, profile, budget, start + time_limit)
+    search = SplitSearch(model, profile, budget, start + time_limit)
     if method == "auto":
         search.run(devices)
     else:
@@ -88,7 +88,7 @@ def partition(
     return _assemble(search, best, devices, seed, time.monotonic() - start)
 
 
-def _infeasible(search: Search, devices: int) -> InfeasibleError:
+def _infeasible(search: SplitSearch, devices: int) -> InfeasibleError:
     """Describe the split that needs the least memory, by the largest tensors that it leaves."""
     model, budget = search.model, search.budget
     assert budget is not None
@@ -128,7 +128,7 @@ def least_device_bytes(model: Model, devices: int) -> int:
 
 
 def _assemble(
-    search: Search, best: Candidate, devices: int, seed: int, elapsed_seconds: float
+    search: SplitSearch, best: FoundSplit, devices: int, seed: int, elapsed_seconds: float
 ) -> Partition:
     model, machine, step = search.model, search.machine, best.step
     graph = model.graph
@@ -141,11 +141,6 @@ def _assemble(
         seconds * share(split, step.mesh.sizes)
         for seconds, split in zip(operator_seconds(graph, machine), step.splits, strict=True)
     )
-    unknown: dict[str, int] = {}
-    for operator, axes in zip(graph.operators, model.axes.operators, strict=True):
-        if not axes.is_known:
-            touched = operator.bytes_read + operator.bytes_written
-            unknown[operator.target] = unknown.get(operator.target, 0) + touched
     bound = bound_exchanged_bytes(model, devices, search.budget)
     return Partition(
         graph_digest=graph.digest,
@@ -166,7 +161,7 @@ def _assemble(
         step_seconds=compute_seconds + exchange_seconds,
         exchange_seconds=exchange_seconds,
         frontier=find_frontier(search.candidates),
-        unknown=unknown,
+        unknown=_list_unknown(model),
         machine=machine,
         seed=seed,
         notes={
@@ -175,6 +170,16 @@ def _assemble(
             "origin": best.origin,
         },
     )
+
+
+def _list_unknown(model: Model) -> dict[str, int]:
+    """Return operators without a rule, with the bytes that every rank reads and writes."""
+    unknown: dict[str, int] = {}
+    for operator, axes in zip(model.graph.operators, model.axes.operators, strict=True):
+        if not axes.is_known:
+            touched = operator.bytes_read + operator.bytes_written
+            unknown[operator.target] = unknown.get(operator.target, 0) + touched
+    return unknown
 
 
 def _stride(model: Model, storage: int, axis: int) -> int:
@@ -200,7 +205,7 @@ def list_collectives(model: Model, step: StepSplit) -> Iterable[Collective]:
                 yield Collective(index, value, move.kind, move.level, move.num_bytes, is_output)
 
 
-def find_frontier(candidates: list[Candidate]) -> tuple[FrontierPoint, ...]:
+def find_frontier(candidates: list[FoundSplit]) -> tuple[FrontierPoint, ...]:
     """Return the candidates that no other beats in memory and exchange, the smallest first."""
     found: list[FrontierPoint] = []
     for each in sorted(candidates, key=lambda each: (each.peak_bytes, each.exchanged_bytes)):

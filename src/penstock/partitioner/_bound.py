@@ -77,8 +77,8 @@ def _operator_bound(
         if counts is None:
             received = [(use, np.zeros(len(ranks.shares))) for use in (*axes.inputs, *axes.outputs)]
         else:
-            received = [(use, _read(use, counts, ranks)) for use in axes.inputs]
-            received += [(use, _made(model, use, counts, ranks)) for use in axes.outputs]
+            received = [(use, _count_read(use, counts, ranks)) for use in axes.inputs]
+            received += [(use, _count_made(model, use, counts, ranks)) for use in axes.outputs]
         by_storage: dict[int, np.ndarray] = {}
         for use, each in dict(received).items():
             by_storage[use.storage] = by_storage.get(use.storage, 0.0) + each
@@ -109,14 +109,14 @@ def _list_splits(
             yield counts
 
 
-def _read(use: Use, counts: tuple[int, ...], ranks: _Ranks) -> np.ndarray:
+def _count_read(use: Use, counts: tuple[int, ...], ranks: _Ranks) -> np.ndarray:
     needed = 1 / prod(
         count for count, axis in zip(counts, use.axis_of_loop, strict=True) if axis is not None
     )
     return use.num_bytes * np.maximum(0.0, needed - ranks.shares)
 
 
-def _made(model: Model, use: Use, counts: tuple[int, ...], ranks: _Ranks) -> np.ndarray:
+def _count_made(model: Model, use: Use, counts: tuple[int, ...], ranks: _Ranks) -> np.ndarray:
     made = 1 / prod(
         count for count, axis in zip(counts, use.axis_of_loop, strict=True) if axis is not None
     )

@@ -17,7 +17,7 @@ improved afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -277,7 +277,7 @@ class Elimination:
             if (options == before).all():
                 return
 
-    def enumerate(self, limit: float) -> Iterator[tuple[float, np.ndarray]]:
+    def enumerate(self, limit: float) -> Generator[tuple[float, np.ndarray], float | None, None]:
         """Yield the sums and options below a limit, after `solve`, in no order.
 
         The limit may be lowered by `send`.

@@ -37,7 +37,7 @@ _NUM_BOUNDS = 16
 _MOST_SPLITS = 20_000  # looked at between two prices
 
 
-class Candidate(NamedTuple):
+class FoundSplit(NamedTuple):
     """A split with its costs.
 
     Attributes:
@@ -56,7 +56,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass
-class Search:
+class SplitSearch:
     """A search and its candidates.
 
     Attributes:
@@ -65,14 +65,14 @@ class Search:
         budget: Bytes of a rank; None: as many as needed.
         deadline: By `time.monotonic`.
         candidates: All that were found.
-        lower_bound: Of `Candidate.cost`, where all was solved exactly; else 0.
+        lower_bound: Of `FoundSplit.cost`, where all was solved exactly; else 0.
     """
 
     model: Model
     machine: MachineProfile
     budget: int | None
     deadline: float = math.inf
-    candidates: list[Candidate] = field(default_factory=list)
+    candidates: list[FoundSplit] = field(default_factory=list)
     lower_bound: float = 0.0
     _classes: AxisClasses | None = None
     _solvers: dict[object, tuple[Level, Elimination]] = field(default_factory=dict)
@@ -103,39 +103,38 @@ class Search:
             mesh = make_mesh((devices,), self.machine)
             self._solve(mesh, 0.0 if style == "batch" else 1.0, style)
 
-    def best(self) -> Candidate | None:
+    def best(self) -> FoundSplit | None:
         """Return the cheapest candidate that fits the budget."""
         fitting = [each for each in self.candidates if self.fits(each)]
         return min(fitting, key=lambda each: (each.cost, each.peak_bytes), default=None)
 
-    def fits(self, candidate: Candidate) -> bool:
+    def fits(self, candidate: FoundSplit) -> bool:
         """Return whether a split fits the budget."""
         return self.budget is None or candidate.peak_bytes <= self.budget
 
     def _search_mesh(self, mesh: Mesh, ends: float) -> None:
         for style in STYLES:
             self._solve(mesh, 0.0 if style == "batch" else 1.0, style)
-        below, above = 0.0, math.inf  # prices at which it does not fit, and does
-        for price in _PRICES:
-            if time.monotonic() > ends:
-                return
-            if self.fits(self._solve(mesh, price)):
-                above = price
-                if self.budget is not None:
-                    break
-            else:
-                below = price
-        if above == math.inf:
+        if self.budget is None:
+            for price in _PRICES:
+                if time.monotonic() > ends:
+                    return
+                self._solve(mesh, price)
             return
+        below, above = 0.0, _PRICES[-1]  # prices at which it does not fit, and does
+        if not self.fits(self._solve(mesh, above)) or time.monotonic() > ends:
+            return
+        if self.fits(self._solve(mesh, 0.0)):
+            above = 0.0
         for _ in range(_NUM_BISECTIONS):
-            if above == 0 or time.monotonic() > ends or above < below * 1.01:
+            if time.monotonic() > ends or above <= max(1.01 * below, _PRICES[1]):
                 break
-            middle = math.sqrt(below * above) if below else above / 4
+            middle = math.sqrt(max(below, _PRICES[1]) * above)
             if self.fits(self._solve(mesh, middle)):
                 above = middle
             else:
                 below = middle
-        if self.budget is not None and len(mesh.sizes) == 1:
+        if len(mesh.sizes) == 1:
             self._close_gap(mesh, above, ends)
         self._repair(mesh, ends)
 
@@ -149,7 +148,7 @@ class Search:
             self._solvers[key] = level, Elimination(level.choices)
         return self._solvers[key]
 
-    def _solve(self, mesh: Mesh, price: float, *styles: str) -> Candidate:
+    def _solve(self, mesh: Mesh, price: float, *styles: str) -> FoundSplit:
         """Solve level by level at a price; styles are those of the levels, or one of all."""
         above: StepSplit | None = None
         for num_levels in range(1, len(mesh.sizes) + 1):
@@ -184,10 +183,10 @@ class Search:
         found = (elimination.solve(price, each) for each in starts)
         return min(found, key=lambda each: each[0])[1]
 
-    def _add(self, step: StepSplit, origin: str) -> Candidate:
+    def _add(self, step: StepSplit, origin: str) -> FoundSplit:
         exchanged, cost = self.model.exchanged_bytes(step)
         peak = int(self.model.device_bytes(step).max(initial=0))
-        candidate = Candidate(cost, exchanged, peak, step, origin)
+        candidate = FoundSplit(cost, exchanged, peak, step, origin)
         self.candidates.append(candidate)
         return candidate
 

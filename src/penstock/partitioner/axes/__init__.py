@@ -1,12 +1,13 @@
 """Axes of operators and storages: along which each may be split, and what that asks of others."""
 
 from penstock.partitioner.axes._axes import GraphAxes, OperatorAxes, Use, find_axes
-from penstock.partitioner.axes._rules import AxisRule, Operand, find_rule, is_heavy
+from penstock.partitioner.axes._rules import AxisRule, LabelledView, find_rule
+from penstock.partitioner.axes._table import is_heavy
 
 __all__ = [
     "AxisRule",
     "GraphAxes",
-    "Operand",
+    "LabelledView",
     "OperatorAxes",
     "Use",
     "find_axes",

@@ -20,7 +20,8 @@ from itertools import pairwise
 from math import prod
 
 from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
-from penstock.partitioner.axes._rules import WHOLE, AxisRule, Operand, find_rule
+from penstock.partitioner.axes._rules import AxisRule, LabelledView, find_rule
+from penstock.partitioner.axes._table import WHOLE
 
 _MAX_PASSES = 6  # over all operators; cuts spread along whole chains in one or two
 
@@ -136,7 +137,7 @@ class _StorageCuts:
         insort(cuts, cut)
         return True
 
-    def relative(self, operand: Operand, dim: int, extent: int) -> tuple[int, int, int]:
+    def relative(self, operand: LabelledView, dim: int, extent: int) -> tuple[int, int, int]:
         """Return storage, stride of the letter's unit, and stride behind its end; or zeros."""
         view = operand.view
         size, stride = view.shape[dim], view.stride[dim]
@@ -153,7 +154,7 @@ class _StorageCuts:
             if not any(changed):
                 return
 
-    def _join(self, letters: dict[str, list[tuple[Operand, int]]]) -> bool:
+    def _join(self, letters: dict[str, list[tuple[LabelledView, int]]]) -> bool:
         changed = False
         for dims in letters.values():
             extent = min(operand.view.shape[dim] for operand, dim in dims)
@@ -169,7 +170,7 @@ class _StorageCuts:
                         changed |= each * unit <= end and self.add(storage, each * unit)
         return changed
 
-    def factors(self, dims: list[tuple[Operand, int]]) -> tuple[int, ...]:
+    def factors(self, dims: list[tuple[LabelledView, int]]) -> tuple[int, ...]:
         """Return the cuts of a letter, in its units; empty if its operands disagree."""
         extent = min(operand.view.shape[dim] for operand, dim in dims)
         agreed: set[tuple[int, ...]] = set()
@@ -194,8 +195,8 @@ def _views_by_size(graph: StepGraph) -> list[TensorView]:
     return sorted(views, key=lambda view: (-prod(view.shape), view.offset))
 
 
-def _by_letter(rule: AxisRule) -> dict[str, list[tuple[Operand, int]]]:
-    found: dict[str, list[tuple[Operand, int]]] = {}
+def _by_letter(rule: AxisRule) -> dict[str, list[tuple[LabelledView, int]]]:
+    found: dict[str, list[tuple[LabelledView, int]]] = {}
     for operand in (*rule.inputs, *rule.outputs):
         for dim, letter in enumerate(operand.labels):
             if letter != WHOLE:
@@ -215,8 +216,8 @@ def _find_operator_axes(
 
 
 def _whole_rule(operator: Operator) -> AxisRule:
-    def whole(view: TensorView) -> Operand:
-        return Operand(view, (WHOLE,) * len(view.shape))
+    def whole(view: TensorView) -> LabelledView:
+        return LabelledView(view, (WHOLE,) * len(view.shape))
 
     views = views_in([operator.args, dict(operator.kwargs)])
     made = [view for view in operator.outputs if view is not None]
@@ -239,7 +240,7 @@ def _number_axes(
         names.append(f"{letter}{numbers[letter]}" if letter in many else letter)
     extents = {letter: found[-1] for letter, found in factors.items()}
 
-    def uses(operands: tuple[Operand, ...]) -> tuple[Use, ...]:
+    def uses(operands: tuple[LabelledView, ...]) -> tuple[Use, ...]:
         return tuple(_use(each, cuts, loops, extents) for each in operands)
 
     return OperatorAxes(
@@ -252,7 +253,7 @@ def _number_axes(
 
 
 def _use(
-    operand: Operand,
+    operand: LabelledView,
     cuts: _StorageCuts,
     loops: list[tuple[str, int, int]],
     extents: dict[str, int],
@@ -272,17 +273,7 @@ def _use(
         _, unit, _ = cuts.relative(operand, dim, extents[letter])
         axes.append(place[unit * low])
         halo.append(dict(operand.halo).get(letter, 0) / view.shape[dim])
-    shown = [
-        (size, stride)
-        for size, stride in zip(view.shape, view.stride, strict=True)
-        if size > 1 and stride > 0
-    ]
-    covered = {
-        axis
-        for size, stride in shown
-        if stride in place and stride * size in place
-        for axis in range(place[stride], place[stride * size])
-    }
+    shown, covered = _find_shown(view, place)
     return Use(
         storage=storage,
         num_bytes=min(
@@ -294,3 +285,19 @@ def _use(
         sums=frozenset(i for i, (letter, _, _) in enumerate(loops) if letter in operand.sums),
         halo=tuple(halo),
     )
+
+
+def _find_shown(view: TensorView, place: dict[int, int]) -> tuple[list[tuple[int, int]], set[int]]:
+    """Return the sizes and strides that a view shows, and the axes that it shows whole."""
+    shown = [
+        (size, stride)
+        for size, stride in zip(view.shape, view.stride, strict=True)
+        if size > 1 and stride > 0
+    ]
+    covered = {
+        axis
+        for size, stride in shown
+        if stride in place and stride * size in place
+        for axis in range(place[stride], place[stride * size])
+    }
+    return shown, covered
