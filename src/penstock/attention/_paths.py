@@ -27,8 +27,8 @@ class Path(NamedTuple):
 
 
 # On the CPU, SDPA's causal path takes 0.55 to 0.85 of the time of ours in bfloat16, which CPUs
-# multiply themselves, and 0.8 in float64; in float32 and float16 it takes 1.2 to 1.6 times as long
-# where there is AVX-512, and 0.76 to 0.91 of it with AVX2, whose sixteen registers hold small tiles.
+# multiply themselves, and 0.8 in float64. In float32 and float16 it takes 1.2 to 1.6 times as long
+# where there is AVX-512, and 0.76 to 0.91 of the time with AVX2, whose registers hold small tiles.
 _FASTER_BY_SDPA = (torch.bfloat16, torch.float64)
 
 

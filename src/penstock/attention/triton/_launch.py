@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.attention._csr import Ranges
 from penstock.attention._layout import Layout
-from penstock.attention._torch import empty_gradient
+from penstock.attention._operands import empty_gradient, empty_results, with_whole_rows
 from penstock.attention.triton import _kernels
 
 _LEAST_WIDTH = 16  # of a matrix that tensor cores multiply
@@ -171,8 +171,7 @@ def forward(
         scale: Factor of the products.
         run: Takes the launch.
     """
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_results(q, v)
     read = (*(_operand(each) for each in (q, k, v)), _bias_operand(bias, q))
     with _use_device(q.device):
         kernel = _kernels.attend_queries
@@ -285,8 +284,7 @@ def _ranges(layout: Layout) -> Ranges:
 
 def _operand(tensor: Tensor) -> TokenRows:
     """Return a tensor with its strides, copied where the last dimension does not lie together."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        tensor = tensor.contiguous()
+    tensor = with_whole_rows(tensor)
     return TokenRows(tensor, *tensor.stride()[:3])
 
 
