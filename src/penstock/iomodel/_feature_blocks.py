@@ -119,13 +119,16 @@ class _BlockedLayers(torch.autograd.Function):
         """Run all blocks."""
         ctx.layers, ctx.weights = layers, WeightVersions(weights)
         is_step = any(ctx.needs_input_grad)
-        result, kept = layers.run(rows, int(KEPT_SHARE * layers.count) if is_step else 0)
+        num_kept = int(KEPT_SHARE * len(layers.blocks())) if is_step else 0
+        result, kept = layers.run(rows, num_kept)
         ctx.save_for_backward(rows, *kept)
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the rows and the weights."""
         (gradient,), (rows, *kept) = gradients, ctx.saved_tensors
         weights, needs = ctx.weights.check(), ctx.needs_input_grad[2:]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.iomodel._chain import ChainOperator, ChainPlan, Features, chain
@@ -77,7 +78,7 @@ def plan_chain(
         machine or this_machine(),
         input_row_bytes=max(1, rows[:1].nbytes),
         num_threads=torch.get_num_threads(),
-        new_bytes_per_second=_find_new_rate(),
+        new_bytes_per_second=_find_new_rate() if x.device.type == "cpu" else None,
     )
 
 
@@ -244,4 +245,4 @@ class _NewBytes(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in torch.utils._pytree.tree_leaves(tree) if isinstance(each, Tensor)]
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]

@@ -112,7 +112,9 @@ class _ChunkedSegment(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the rows and the weights."""
         (gradient,) = gradients
         needed = ctx.needs_input_grad[1:]
