@@ -2,7 +2,9 @@
 
 Every arm runs in a process of its own, whose peak is that of its resident memory while it runs,
 less what was resident before; gradients of weights are there before. Arms run in turn. Cases are
-forward alone ("forward") and with gradients of the input and the weights ("step").
+forward alone ("forward") and with gradients of the input and the weights ("step"), where one arm
+more adds to the gradients that are there (`accumulate=True`). Rows hold the predicted time over the
+measured one.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 from _rows import BenchmarkRow, Limit
 
-ARMS = ("unchunked", "run_chain")
+ARMS = ("unchunked", "run_chain", "run_chain, accumulate")
 CASES = {
     # by name: rows, width, kind
     "MLP 4096 x 16384, forward": (4096, 4096, "mlp"),
@@ -37,15 +39,20 @@ REPETITIONS = 3
 def chain_rows(where: Any, device: str, match: str = "") -> Iterator[BenchmarkRow]:
     """Two rows for each case; the one in chunks is held against the other."""
     for case in (each for each in CASES if match in each):
-        found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+        arms = ARMS if case.startswith("MLP") and case.endswith("step") else ARMS[:2]
+        found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
         for number in range(REPETITIONS):
-            for arm in ARMS if number % 2 == 0 else reversed(ARMS):
+            for arm in arms if number % 2 == 0 else reversed(arms):
                 found[arm].append(_run_arm(case, arm))
-        seconds = {arm: [each["seconds"] for each in found[arm]] for arm in ARMS}
-        peaks = {arm: statistics.median(each["peak"] for each in found[arm]) for arm in ARMS}
+        seconds = {arm: [each["seconds"] for each in found[arm]] for arm in arms}
+        peaks = {arm: statistics.median(each["peak"] for each in found[arm]) for arm in arms}
         whole = statistics.median(seconds["unchunked"])
-        for arm in ARMS:
+        for arm in arms:
             extra = {key: found[arm][0][key] for key in ("predicted_seconds", "segments")}
+            predicted = statistics.median(
+                each["predicted_seconds"] / each["seconds"] for each in found[arm]
+            )
+            extra["predicted_over_measured"] = predicted
             extra["peak_of_unchunked"] = peaks[arm] / max(1, peaks["unchunked"])
             yield BenchmarkRow.of(
                 seconds[arm],
@@ -116,6 +123,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--arm", choices=ARMS, required=True)
     parser.add_argument("--chunk-rows", type=int, help="instead of the plan's")
+    parser.add_argument("--feature-blocks", type=int, help="instead of the plan's")
     options = parser.parse_args()
     rows, width, kind = CASES[options.case]
     torch.manual_seed(0)
@@ -126,39 +134,51 @@ def main() -> None:
     with torch.set_grad_enabled(is_step):
         plan = plan_chain(modules, x, *others)
 
-    def call() -> Any:
-        if options.arm == "run_chain":
-            return run_chain(modules, x, *others, plan=plan, chunk_rows=options.chunk_rows)
-        value = x
+    def call(count: int) -> Any:
+        operands = x[:count], *(each[:count] for each in others)
+        if options.arm != "unchunked" and count == rows:
+            return run_chain(
+                modules,
+                *operands,
+                plan=plan,
+                chunk_rows=options.chunk_rows,
+                feature_blocks=options.feature_blocks,
+                accumulate=options.arm == ARMS[2],
+            )
+        value = operands[0]
         for module in modules[:-1]:
             value = module(value)
-        return modules[-1](value, *others)
+        return modules[-1](value, *operands[1:])
 
-    def run() -> None:
+    def run(count: int = rows) -> None:
         if not is_step:
             with torch.no_grad():
-                call()
+                call(count)
             return
         for gradient in gradients:
             gradient.zero_()
-        result = call()
-        result.backward(torch.ones_like(result))
+        result = call(count)
+        result.backward(seed[:count] if result.dim() else None)
 
     gradients = [torch.zeros_like(each) for each in (x, *weights)] if is_step else []
     for each, gradient in zip((x, *weights), gradients, strict=False):
         each.grad = gradient
-    run()
+    seed = torch.ones(rows, width)
+    run(64)
     before, times = _reset_peak(), []
-    for _ in range(2 if kind in ("mlp", "loss") else 5):
+    for _ in range(1 if kind in ("mlp", "loss") else 5):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    is_chunked = options.arm == "run_chain"
+    is_chunked = options.arm != "unchunked"
     found = {
         "seconds": min(times),
         "peak": _status("VmHWM") - before,
         "predicted_seconds": plan.predicted_seconds if is_chunked else plan.unchunked_seconds,
-        "segments": [[list(each.operators), each.chunk_rows, each.level] for each in plan.segments],
+        "segments": [
+            [list(each.operators), each.chunk_rows, each.feature_blocks, each.level]
+            for each in plan.segments
+        ],
     }
     print(json.dumps(found))
 

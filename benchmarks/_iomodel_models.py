@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from _attention_layouts import make_layout
 from _rows import BenchmarkRow
+from penstock import attention
+from penstock.attention import Layout
 from penstock.iomodel import AccessTrace, matmul, simulate_caches
 from penstock.iomodel._attention import flash_forward, two_pass_forward
 
 TOKENS = 8192
 HEAD_DIMS = (64, 128, 256, 576)
+_ATTENTION = Path(attention.__file__).parent
 SHARES = (0.25, 0.5, 0.75, 1.0, 2.0, 4.0)  # of d^2 elements of fast memory
 
 
@@ -90,6 +96,49 @@ def attend_trace(
     return trace, {2**20: 2 * heads * per_head}
 
 
+def read_constant(source: Path, name: str) -> int:
+    """Return a whole number that a kernel's C++ has as a constant, so that a trace follows it."""
+    found = re.search(rf"constexpr \w+ {name} = (\d+);", source.read_text())
+    if found is None:
+        raise ValueError(f"{source.name} has no constant {name}: say what its loops are now")
+    return int(found[1])
+
+
+def block_attention_trace(
+    layout: Layout, dim: int, heads: int, cache_bytes: int
+) -> tuple[AccessTrace, dict[int, int]]:
+    """The forward pass of `penstock.attention` in C++, over the lists that the kernel gets.
+
+    Loops are those of `query_pass.cpp`: of each panel of a query block's queries, with their
+    scores and sums in a thread's own memory, over the keys and values of each listed block. Behind
+    a cache that holds all of this, keys and values come once for each listed block.
+    """
+    lanes = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+    wide = read_constant(_ATTENTION / "tiles.cpp", "kVecs") * lanes
+    block, rows = layout.block, layout.num_query_blocks
+    size, panel, scores = block * dim * 4, wide * dim * 4, block * wide * 4
+    q, k, v, out, queries, sums, weights = (number * 2**30 for number in range(7))
+    trace, panels = AccessTrace(), range(block // wide)
+    for head in range(heads):
+        offsets = layout.row_offsets[head % layout.num_heads].tolist()
+        for row in range(rows):
+            at = (head * rows + row) * size
+            trace.read(q, at, size)
+            trace.write(queries, 0, size)
+            for column in layout.key_blocks[offsets[row] : offsets[row + 1]].tolist():
+                key = (head * layout.num_key_blocks + column) * size
+                for number in panels:
+                    trace.read(k, key, size)
+                    trace.read(queries, number * panel, panel)
+                    trace.write(weights, 0, scores)
+                    trace.read(v, key, size)
+                    trace.read(weights, 0, scores)
+                    trace.write(sums, number * panel, panel)
+            trace.write(out, at, size)
+    blocks = int(layout.row_offsets[:, -1].sum()) * heads // layout.num_heads
+    return trace, {cache_bytes: 2 * blocks * size + 3 * heads * rows * size}
+
+
 def copied_trace(num_bytes: int) -> tuple[AccessTrace, dict[int, int]]:
     """An elementwise operator on vectors larger than the cache."""
     trace, x, y = AccessTrace(), torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
@@ -105,6 +154,9 @@ def cache_rows(where: Any, device: str) -> Iterator[BenchmarkRow]:
         "product 768 x 768 x 768, 256 KiB": product_trace(768, 768, 768, 2**18),
         "decode 8192 tokens, head dim 128, 4 x 4 heads": attend_trace(8192, 128, 4, 4),
         "elementwise, 16 MiB": copied_trace(2**24),
+        "attention 4096 tokens, random blocks": block_attention_trace(
+            make_layout("random 0.25", 4096), 64, 2, 2**18
+        ),
     }
     for case, (trace, expected) in cases.items():
         start = time.perf_counter()

@@ -229,15 +229,24 @@ def test_the_report_says_the_path_and_the_reason(path: str):
     assert report.path == path
     assert "compiler" in report.reason or path == "C++"
     assert "path" in str(report)
-    causal = blocksparse_report(q, k, v, Layout.causal(100))
-    assert causal.path == ("SDPA" if path == "torch" else "C++")
     assert blocksparse_report(q, k, v, Layout.causal(100), bias=torch.zeros(100)).path == path
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_causal_calls_of_float32_are_sent_to_sdpa_without_wide_registers(
+    path: str, is_wide: bool, monkeypatch: pytest.MonkeyPatch
+):
+    capability = "AVX512" if is_wide else "AVX2"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for dtype in (torch.float16, torch.float32):
+        q = torch.zeros(1, 4, 100, 16, dtype=dtype)
+        report = blocksparse_report(q, q, q, Layout.causal(100))
+        assert report.path == ("C++" if is_wide and path == "C++" else "SDPA")
+        assert "causal" in report.reason if report.path == "SDPA" else "blocks" in report.reason
 
 
 def test_causal_calls_are_sent_to_sdpa_where_it_is_faster():
     layout, given = Layout.causal(100), operands(documents([100], 64, True, None))
-    for dtype in (torch.float16, torch.float32):
-        assert blocksparse_report(*(each.to(dtype) for each in given), layout).path == "C++"
     q, k, v = (each.bfloat16() for each in given)
     report = blocksparse_report(q, k, v, layout)
     assert report.path == "SDPA" and "faster in torch.bfloat16" in report.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -62,8 +63,22 @@ def brute_force(graph: _ChainGraph, costs: SegmentCosts) -> int:
 
 
 def cheapest(graph: _ChainGraph, costs: SegmentCosts, chosen: int) -> int:
-    powers = [2**n for n in range(12) if 2**n < graph.rows] if chosen & (chosen - 1) else []
-    return min(costs.price(costs._evaluate(chosen, rows))[0] for rows in [*powers, graph.rows])
+    powers = [2**n for n in range(12)] if chosen & (chosen - 1) else []
+    shapes = [(rows, 1) for rows in (*(n for n in powers if n < graph.rows), graph.rows)]
+    if runs_in_blocks(graph, chosen):
+        first = (chosen & -chosen).bit_length() - 1
+        shapes += [(graph.rows, n) for n in powers[1:] if n * 4096 <= graph.row_bytes(first)]
+    return min(costs.price(costs.evaluate(chosen, *shape))[0] for shape in shapes)
+
+
+def runs_in_blocks(graph: _ChainGraph, chosen: int) -> bool:
+    """Product, functions of each element, product, each read by the next one alone."""
+    numbers = [at for at in range(len(graph.operators)) if chosen >> at & 1]
+    text = "".join(graph.operators[at].features[0] for at in numbers)
+    is_line = all(
+        graph.reads[b] == (a,) and graph.readers[a] == (b,) for a, b in itertools.pairwise(numbers)
+    )
+    return bool(re.fullmatch("pe*p", text)) and is_line and len(graph.reads[numbers[0]]) == 1
 
 
 def has_circle(edges: set[tuple[int, int]]) -> bool:
@@ -90,6 +105,8 @@ def graphs(draw, most: int, *, branches: bool):
                 weight_bytes=draw(st.sampled_from([0, 4096, 2 * MIB])),
                 row_operations=draw(st.sampled_from([0, 1000, 10**6])),
                 can_fuse=draw(st.booleans()),
+                features=draw(st.sampled_from(["mixed", "each", "product"])),
+                again_row_seconds=draw(st.sampled_from([0.0, 1e-5])),
             )
         )
     return operators, draw(st.sampled_from([1, 50, 1000]))

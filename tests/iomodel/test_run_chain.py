@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.iomodel import _run_chain, plan_chain, run_chain
+from penstock.iomodel import _plan_chain, plan_chain, run_chain
 from test_chain import processor
 
 SOFTMAX = functools.partial(F.softmax, dim=-1)
@@ -125,7 +125,7 @@ def test_values_within_chunks_are_not_kept():
 
 
 def test_the_plan_chunks_what_does_not_fit(monkeypatch):
-    monkeypatch.setattr(_run_chain, "_time", lambda call: 0.0)  # bytes alone decide
+    monkeypatch.setattr(_plan_chain, "_time", lambda call: 0.0)  # bytes alone decide
     x = torch.randn(8192, 256, requires_grad=True)
     modules = [nn.ReLU(), nn.Sigmoid(), nn.Tanh()]
     plan = plan_chain(modules, x, machine=processor())

@@ -72,3 +72,17 @@ def test_wrong_orders_are_named():
     with pytest.raises(ValueError, match="rows is 0"):
         tile_order(0, 2)
     assert tile_order(1, 1, "morton").dtype == np.int64
+
+
+@pytest.mark.parametrize("width", [64, 256, 1024])
+def test_segment_products_need_no_order(width):
+    """The weights of a type fit beside a wave, so rows come once where columns are next to them.
+
+    Tiles are those of `segment_gemm` in float32, whose programs go through the columns first.
+    """
+    product = TiledProduct(
+        rows=64 * 200, columns=width, inner=width, tile_rows=64, tile_columns=64, tile_inner=32,
+        element_bytes=4,
+    )  # fmt: skip
+    compulsory = 4 * width * (product.rows + width)
+    assert simulate_order(product, "row") == choose_order(product)[1] == compulsory

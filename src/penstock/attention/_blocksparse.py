@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.attention._layout import Layout
+from penstock.attention._operands import sum_dtype
 from penstock.attention._operator import blocksparse_forward
 from penstock.attention._paths import choose_path
-from penstock.attention._torch import attend, sum_dtype
+from penstock.attention._torch import attend
 from penstock.compat.autograd import is_transformed
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from penstock.attention._layout import Layout
-from penstock.attention._torch import empty_gradient, empty_output, sum_dtype
+from penstock.attention._operands import (
+    empty_gradient,
+    empty_results,
+    sum_dtype,
+    with_whole_rows,
+)
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
@@ -36,8 +41,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the attention and the log-sum-exp of its scores, as `_torch.forward` does."""
-    out = empty_output(q, v)
-    lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
+    out, lse = empty_results(q, v)
     _call(q, k, v, layout, bias, scale, out=out, lse=lse)
     return out, lse
 
@@ -85,7 +89,9 @@ def _call(
 ) -> None:
     """Compute the output, or with `dout` among the others the gradients, in place."""
     operands = {"q": q, "k": k, "v": v, "bias": bias, "dout": others.pop("dout", None)}
-    read = {name: _with_whole_rows(each) for name, each in operands.items()}
+    read = {
+        name: None if each is None else with_whole_rows(each) for name, each in operands.items()
+    }
     given = {**read, "out": out, "lse": lse, **others}
     names = ("q", "k", "v", "dout", "out", "lse", "bias", "delta", "dq", "dk", "dv", "dbias")
     pointers = [_pointer(given.get(name)) for name in names]
@@ -108,13 +114,6 @@ def _call(
         raise ValueError(
             "arrays list blocks beyond the operands: take those of a penstock.attention.Layout"
         )
-
-
-def _with_whole_rows(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor whose last dimension lies together, copied where it does not."""
-    if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
-        return tensor
-    return tensor.contiguous()
 
 
 def _pointer(tensor: Tensor | None) -> int:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from penstock.attention._layout import Layout
+from penstock.attention._operands import empty_gradient, empty_results
 from penstock.attention._paths import kernels_for
-from penstock.attention._torch import empty_gradient, empty_output, sum_dtype
 
 
 @torch.library.custom_op("penstock::blocksparse_forward", mutates_args=())
@@ -55,8 +55,7 @@ def blocksparse_backward(
 
 @blocksparse_forward.register_fake
 def _(q, k, v, bias, arrays, block, scale):
-    out = empty_output(q, v)
-    return out, q.new_empty(q.shape[:3], dtype=sum_dtype(q))
+    return empty_results(q, v)
 
 
 @blocksparse_backward.register_fake

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention._layout import Layout
+from penstock.attention._operands import empty_gradient, empty_results, sum_dtype
 
 
 def forward(
@@ -36,8 +37,7 @@ def forward(
         A query that sees nothing has the output 0 and the log-sum-exp -inf. The output lies in
         memory as `(B, N, Hq, dv)`.
     """
-    out = empty_output(q, v)
-    lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
+    out, lse = empty_results(q, v)
     for head, rows, keys, visible in _rows_of(q, k, layout):
         kv_head = head * k.shape[1] // q.shape[1]
         of_q, of_k, of_v, of_bias = _gather(q, k, v, bias, head, kv_head, rows, keys)
@@ -105,25 +105,6 @@ def attend(
         weights = weights.masked_fill(hidden & has_keys, -torch.inf).softmax(-1)
         by_head[head].append(weights.masked_fill(hidden, 0.0) @ of_v)
     return torch.stack([torch.cat(each, 1) for each in by_head], 1).to(q.dtype)
-
-
-def empty_output(q: Tensor, v: Tensor) -> Tensor:
-    """Return memory for the output, in which the heads of a token lie together."""
-    (batch, heads, tokens, _), dim = q.shape, v.shape[3]
-    strides = (tokens * heads * dim, dim, heads * dim, 1)
-    return q.new_empty_strided((batch, heads, tokens, dim), strides)
-
-
-def empty_gradient(operand: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return memory for a gradient, with rows that lie together and else in the operand's order."""
-    if operand.stride(-1) == 1:
-        return torch.empty_like(operand, dtype=dtype)
-    return torch.empty_like(operand, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def sum_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype of sums: float64 where q is, else float32."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _rows_of(q: Tensor, k: Tensor, layout: Layout) -> Iterator[tuple[int, slice, Tensor, Tensor]]:

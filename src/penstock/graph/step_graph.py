@@ -307,8 +307,8 @@ class StepGraph:
         return checksum(self._content())
 
     @functools.cached_property
-    def derived(self) -> dict[int, StepGraph]:
-        """The graphs that `split` has made of this one, by the bytes that an operator may need."""
+    def derived(self) -> dict[tuple[int, bool], StepGraph]:
+        """The graphs that `split` made of this one, by bytes of an operator and `products`."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from penstock.iomodel._explain import IOReport, explain
     from penstock.iomodel._levels import IOModel, LevelBytes, MemoryLevel, memory_levels
     from penstock.iomodel._matmul import matmul
+    from penstock.iomodel._plan_chain import plan_chain
     from penstock.iomodel._roofline import Roofline
-    from penstock.iomodel._run_chain import plan_chain, run_chain
+    from penstock.iomodel._run_chain import run_chain
     from penstock.iomodel._spgemm import spgemm
     from penstock.iomodel._tile_order import (
         TiledProduct,

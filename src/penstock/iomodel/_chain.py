@@ -1,24 +1,32 @@
 """Chains of operators over the same rows: values that are spilled, streamed in chunks, or fused.
 
 A segment of operators runs chunk by chunk of rows, so that the values within it stay in a cache;
-values between segments are spilled to memory, whole. An operator that can be computed where its
-operand is made is fused with it, and the value between them never leaves the registers (InTAR,
-arXiv:2502.08807, chooses so for an FPGA). With R rows in chunks of c, of an operator
+values between segments are spilled to memory, whole. An operator that can be computed in place of
+its operand is fused with it: the two values are one buffer (InTAR, arXiv:2502.08807, chooses among
+these three for an FPGA). With R rows in chunks of c, of an operator
 
     seconds = max(operations R / rate, sum over levels of its bytes / rate of the level)
-              + ceil(R / c) (launch + weights / rate of their level)
+              + ceil(R / c) (launch + fixed + weights / rate of their level)
+              + new bytes / rate of new memory
 
 where operands and results move at the level that holds the chunk's live values, or memory where
-they are spilled, and weights are read for each chunk, before its arithmetic, from memory or from
-the cache that keeps them beside the chunk. A plan has the least sum of seconds and of `price` times
-the bytes that are spilled or live in a chunk: dynamic programming over the sets of operators that
-are done, exact over all cuts of the graph into connected segments and over chunks of powers of two.
+they are spilled, and a result twice, since a store loads its line first. Where the time of a row in
+a cache was measured, it stands in place of the operations, and what memory takes comes on top: the
+two hardly overlap. Weights are read for each chunk, before its arithmetic, from memory or from
+the cache that keeps them beside the chunk. New bytes are those of values so large that the C
+library has the operating system map and clear their pages each time. A chain product, elementwise
+operators, product may run in blocks of the features between them instead, with all rows: each block
+reads its own part of the weights, once, and adds to the result. In a step, what runs in chunks or
+blocks is computed again. A plan has the least sum of seconds and of `price` times the bytes that
+are spilled or live in a chunk: dynamic programming over the sets of operators that are done, exact
+over all cuts of the graph into connected segments, and over chunks and blocks of powers of two.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -28,9 +36,13 @@ from penstock.tables import Report
 from penstock.units import format_bytes, format_seconds
 
 Edge = Literal["spill", "stream", "fuse"]
+Features = Literal["mixed", "each", "product"]
 MOST_OPERATORS = 24  # beyond a chain; a graph with many branches takes exponential time
+KEPT_SHARE = 0.25  # of the values between products in blocks that a step keeps, not computed again
 _TICKS = 1e15  # for each second: sums of integers are the same in any order
-_WORTH = 0.1  # of the time with everything spilled, for keeping all of it out of memory
+_WORTH = 0.25  # of the time with everything spilled, for keeping all of it out of memory
+REUSED_BYTES = 31 * 2**20  # of a value that malloc hands out again: glibc's largest threshold is 32
+_LEAST_BLOCK_BYTES = 4096  # of a row; products of fewer features are slower
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +58,14 @@ class ChainOperator:
         row_operations: Additions and multiplications for each row.
         row_seconds: Time of a row whose bytes are in a cache, on all threads, where it was
             measured: of functions that take longer than their additions and multiplications.
-        can_fuse: Whether a kernel computes it where its operand is made.
+        chunk_seconds: Time of a chunk beside that of its rows, where it was measured.
+        again_row_seconds: Time of a row that is spent once more where a step runs in chunks.
+        again_chunk_seconds: Likewise of a chunk.
+        value_passes: Times that its operands and its result are read or written.
+        new_row_bytes: Bytes of memory that it takes for each row; None: its result.
+        can_fuse: Whether it is computed in place of its operand.
+        features: Whether each feature of its result follows from the same feature of its operand
+            (`"each"`), or it is a product of matrices (`"product"`); else `"mixed"`.
     """
 
     name: str
@@ -55,7 +74,13 @@ class ChainOperator:
     weight_bytes: int = 0
     row_operations: int = 0
     row_seconds: float = 0.0
+    chunk_seconds: float = 0.0
+    again_row_seconds: float = 0.0
+    again_chunk_seconds: float = 0.0
+    value_passes: float = 1.0
+    new_row_bytes: int | None = None
     can_fuse: bool = False
+    features: Features = "mixed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +94,7 @@ class ChainSegment:
         seconds: Predicted time.
         spilled_bytes: Bytes of its results that later segments read from memory.
         live_bytes: The most bytes of a chunk's values at a time.
+        feature_blocks: Blocks of the features between two products; 1 for chunks of rows.
     """
 
     operators: tuple[int, ...]
@@ -77,6 +103,7 @@ class ChainSegment:
     seconds: float
     spilled_bytes: int
     live_bytes: int
+    feature_blocks: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +133,8 @@ class ChainPlan(Report, title="penstock.iomodel.chain"):
         rows: list[tuple[str, object]] = []
         for number, each in enumerate(self.segments):
             names = ", ".join(self.names[at] for at in each.operators)
-            text = f"{names}: {each.chunk_rows} rows at a time in {each.level}"
+            blocks = f" by {each.feature_blocks} blocks" if each.feature_blocks > 1 else ""
+            text = f"{names}: {each.chunk_rows} rows{blocks} at a time in {each.level}"
             text += f", {format_seconds(each.seconds)}, {format_bytes(each.live_bytes)} live"
             rows.append((f"segment {number}", text))
         rows.append(("predicted_seconds", self.predicted_seconds))
@@ -120,6 +148,7 @@ def chain(
     *,
     input_row_bytes: int,
     num_threads: int = 1,
+    new_bytes_per_second: float | None = None,
 ) -> ChainPlan:
     """Plan which values of a chain, or small graph, are spilled, streamed in chunks, or fused.
 
@@ -136,12 +165,13 @@ def chain(
         machine: Capacities and rates of the levels.
         input_row_bytes: Bytes of the input for each row.
         num_threads: Threads that compute.
+        new_bytes_per_second: Rate at which the operating system gives memory; None: at no cost.
 
     Raises:
         ValueError: An operator reads one that is not before it, or 25 operators have branches.
     """
     graph = _ChainGraph(tuple(operators), rows, input_row_bytes)
-    costs = SegmentCosts(graph, machine, num_threads)
+    costs = SegmentCosts(graph, machine, num_threads, new_bytes_per_second)
     best: dict[int, tuple[int, tuple[ChainSegment, ...]]] = {0: (0, ())}
     for done in graph.list_ideals():
         cost, segments = best[done]
@@ -238,8 +268,22 @@ class _ChainGraph:
                     stack.append(other)
         return len(reached) == len(numbers)
 
+    def most_blocks(self, chosen: int) -> int:
+        """Return the most blocks of features that a set of operators runs in; 1 where in none."""
+        numbers = [at for at in range(len(self.operators)) if chosen >> at & 1]
+        kinds = [self.operators[at].features for at in numbers]
+        is_path = all(
+            self.reads[after] == (before,) and self.readers[before] == (after,)
+            for before, after in itertools.pairwise(numbers)
+        )
+        if len(numbers) < 2 or not is_path or {kinds[0], kinds[-1]} != {"product"}:
+            return 1
+        if len(self.reads[numbers[0]]) != 1 or any(kind != "each" for kind in kinds[1:-1]):
+            return 1
+        return max(1, self.operators[numbers[0]].row_bytes // _LEAST_BLOCK_BYTES)
+
     def is_fused(self, producer: int, consumer: int) -> bool:
-        """Return whether a value within a segment never leaves the registers."""
+        """Return whether a value within a segment is overwritten by the one made of it."""
         if producer < 0 or not self.operators[consumer].can_fuse:
             return False
         return self.readers[producer] == (consumer,)
@@ -256,6 +300,18 @@ class _ChainGraph:
         return edges
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SegmentShape:
+    """A set of operators with its chunk or blocks, and the levels that hold values and weights."""
+
+    numbers: tuple[int, ...]
+    chosen: int
+    chunk_rows: int
+    blocks: int
+    level: str
+    weights_level: str
+
+
 class SegmentCosts:
     """Costs of segments on a machine.
 
@@ -263,7 +319,13 @@ class SegmentCosts:
         unchunked_seconds: Time of all operators one after the other, with every value spilled.
     """
 
-    def __init__(self, graph: _ChainGraph, machine: MachineProfile, num_threads: int) -> None:
+    def __init__(
+        self,
+        graph: _ChainGraph,
+        machine: MachineProfile,
+        num_threads: int,
+        new_bytes_per_second: float | None = None,
+    ) -> None:
         compute = machine.compute
         rates = level_rates(machine, num_threads)
         if compute is None or "memory" not in rates:
@@ -274,25 +336,30 @@ class SegmentCosts:
         self._graph, self._rates = graph, rates
         self._flops = compute.flops_per_second["float32"]
         self._launch_seconds = compute.launch_seconds
+        self._new_seconds = 1 / new_bytes_per_second if new_bytes_per_second else 0.0
         names = ("link", "file", "memory", "shared")
         self._caches: list[MemoryLevel] = [
             each for each in memory_levels(machine) if each.name not in names and each.name in rates
         ]
         self._price = 0.0
-        whole = [self._evaluate(1 << at, graph.rows) for at in range(len(graph.operators))]
+        whole = [self.evaluate(1 << at, graph.rows) for at in range(len(graph.operators))]
         self.unchunked_seconds = sum(each.seconds for each in whole)
         spilled = sum(each.spilled_bytes for each in whole)
         self._price = _WORTH * self.unchunked_seconds / spilled if spilled else 0.0
 
     def choose(self, chosen: int) -> tuple[int, ChainSegment]:
         """Return the cost, in ticks, and the chunk of a set of operators that costs least."""
-        rows, options = self._graph.rows, []
-        chunk = 1 << (rows - 1).bit_length()
-        while chunk:
-            options.append(self.price(self._evaluate(chosen, min(chunk, rows))))
-            chunk //= 2
-            if chosen & (chosen - 1) == 0:  # one operator gains nothing by chunks
-                break
+        rows = self._graph.rows
+        options = [self.price(self.evaluate(chosen, rows))]
+        if chosen & (chosen - 1):  # one operator gains nothing by chunks
+            chunk = 1 << (rows - 1).bit_length() >> 1
+            while chunk:
+                options.append(self.price(self.evaluate(chosen, chunk)))
+                chunk //= 2
+            blocks = 2
+            while blocks <= self._graph.most_blocks(chosen):
+                options.append(self.price(self.evaluate(chosen, rows, blocks)))
+                blocks *= 2
         return min(options, key=lambda each: each[0])
 
     def price(self, segment: ChainSegment) -> tuple[int, ChainSegment]:
@@ -302,32 +369,84 @@ class SegmentCosts:
             held += segment.live_bytes
         return round((segment.seconds + self._price * held) * _TICKS), segment
 
-    def _evaluate(self, chosen: int, chunk_rows: int) -> ChainSegment:
+    def evaluate(self, chosen: int, chunk_rows: int, blocks: int = 1) -> ChainSegment:
+        """Return a set of operators as a segment in chunks of rows, or in blocks of features."""
         graph, rows = self._graph, self._graph.rows
         numbers = tuple(at for at in range(len(graph.operators)) if chosen >> at & 1)
         live = self._find_live_bytes(numbers) * chunk_rows
+        if blocks > 1:
+            live = -(-rows * self._find_block_bytes(numbers) // blocks)
         weights = sum(graph.operators[at].weight_bytes for at in numbers)
-        level = self._find_level(live)
-        kept_at = self._find_level(live + weights)
-        chunks = ceil_div(rows, chunk_rows)
-        seconds = 0.0
-        for at in numbers:
-            of = graph.operators[at]
-            spilled, streamed = self._find_row_bytes(at, chosen)
-            moved = rows * (spilled / self._rates["memory"] + streamed / self._rates[level])
-            weights_seconds = of.weight_bytes / self._rates["memory"]
-            weights_seconds += (chunks - 1) * of.weight_bytes / self._rates[kept_at]
-            arithmetic = rows * max(of.row_operations / self._flops, of.row_seconds)
-            seconds += max(moved, arithmetic) + weights_seconds + chunks * self._launch_seconds
+        shape = _SegmentShape(
+            numbers=numbers,
+            chosen=chosen,
+            chunk_rows=chunk_rows,
+            blocks=blocks,
+            level=self._find_level(live),
+            weights_level=self._find_level(live + weights),
+        )
         leaving = [at for at in numbers if graph.readers[at] and self._leaves(at, chosen)]
+        kept = self._find_kept_bytes(numbers) if blocks > 1 else 0
         return ChainSegment(
             operators=numbers,
             chunk_rows=chunk_rows,
-            level=level,
-            seconds=seconds,
-            spilled_bytes=rows * sum(map(graph.row_bytes, leaving)),
+            level=shape.level,
+            seconds=sum(self._find_seconds(at, shape) for at in numbers),
+            spilled_bytes=rows * sum(map(graph.row_bytes, leaving)) + kept,
             live_bytes=live,
+            feature_blocks=blocks,
         )
+
+    def _find_seconds(self, at: int, shape: _SegmentShape) -> float:
+        """Return the time of one operator, as the module's formula has it."""
+        of, rows = self._graph.operators[at], self._graph.rows
+        chunks = ceil_div(rows, shape.chunk_rows)
+        spilled, streamed = self._find_row_bytes(at, shape.chosen)
+        if shape.blocks > 1 and of.features == "product":  # each block reads or adds to all rows
+            spilled *= shape.blocks
+        moved = spilled / self._rates["memory"] + streamed / self._rates[shape.level]
+        if of.row_seconds and shape.level != "memory":  # which has what moves in a cache
+            moved = spilled / self._rates["memory"]
+        moved *= of.value_passes
+        arithmetic = of.row_operations / self._flops
+        fixed = of.weight_bytes / self._rates["memory"] + of.chunk_seconds
+        fixed += (chunks - 1) * (of.weight_bytes / self._rates[shape.weights_level])
+        fixed += (chunks - 1) * of.chunk_seconds + chunks * shape.blocks * self._launch_seconds
+        is_whole = chunks == shape.blocks == 1
+        is_product_last = of.features == "product" and at == shape.numbers[-1]
+        share = 0.0 if is_whole or is_product_last else 1 - KEPT_SHARE * (shape.blocks > 1)
+        again = share * of.again_row_seconds
+        fixed += share * chunks * of.again_chunk_seconds
+        fixed += self._new_seconds * self._count_new_bytes(at, shape)
+        taken = of.row_seconds + moved if of.row_seconds else max(arithmetic, moved)
+        return rows * (taken + again) + fixed
+
+    def _count_new_bytes(self, at: int, shape: _SegmentShape) -> int:
+        """Return the bytes of an operator's values that are too large to be used again."""
+        of, rows = self._graph.operators[at], self._graph.rows
+        new = of.row_bytes if of.new_row_bytes is None else of.new_row_bytes
+        graph, chosen, reads = self._graph, shape.chosen, self._graph.reads[at]
+        largest = max(of.row_bytes, *(graph.row_bytes(each) for each in reads))
+        if largest * shape.chunk_rows // shape.blocks > REUSED_BYTES:
+            return rows * new
+        spilled = [of.row_bytes] if self._leaves(at, chosen) else []
+        if of.value_passes > 1:  # a step has gradients of what comes in, too
+            spilled += [graph.row_bytes(by) for by in reads if by < 0 or not chosen >> by & 1]
+        return sum(rows * each for each in spilled if rows * each > REUSED_BYTES)
+
+    def _find_block_bytes(self, numbers: tuple[int, ...]) -> int:
+        """Return the most bytes of a row that are live in blocks, times the number of blocks."""
+        graph, most = self._graph, 0
+        for before, at in itertools.pairwise((-1, *numbers[:-1])):
+            is_alone = before < 0 or graph.is_fused(before, at)
+            most = max(most, graph.row_bytes(at) + (0 if is_alone else graph.row_bytes(before)))
+        return most
+
+    def _find_kept_bytes(self, numbers: tuple[int, ...]) -> int:
+        """Return the bytes that a step in blocks keeps of the first product."""
+        first = self._graph.operators[numbers[0]]
+        is_step = first.again_row_seconds > 0
+        return int(KEPT_SHARE * first.row_bytes * self._graph.rows) if is_step else 0
 
     def _leaves(self, at: int, chosen: int) -> bool:
         """Return whether a result is read outside of the set, or is one of the chain's."""
@@ -340,20 +459,19 @@ class SegmentCosts:
         for producer in graph.reads[at]:
             if producer < 0 or not chosen >> producer & 1:
                 spilled += graph.row_bytes(producer)
-            elif not graph.is_fused(producer, at):
+            else:
                 streamed += graph.row_bytes(producer)
-        within = [reader for reader in graph.readers[at] if chosen >> reader & 1]
         if self._leaves(at, chosen):
-            spilled += graph.row_bytes(at)
-        elif not (len(within) == 1 and graph.is_fused(at, within[0])):
-            streamed += graph.row_bytes(at)
+            spilled += 2 * graph.row_bytes(at)
+        else:
+            streamed += 2 * graph.row_bytes(at)
         return spilled, streamed
 
     def _find_live_bytes(self, numbers: tuple[int, ...]) -> int:
         """Return the most bytes of a row that are live while one of the operators runs."""
         graph, most = self._graph, 0
         for at in numbers:
-            held = {at, *graph.reads[at]}
+            held = {at, *(of for of in graph.reads[at] if not graph.is_fused(of, at))}
             held |= {
                 made for made in numbers if made < at and max(graph.readers[made], default=-1) >= at
             }

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_LINES = ("-", "--", "-.", ":")  # roofs of near levels may lie on each other
 _DOTS_PER_INCH = 120
+_GIGA = 1e9
 
 
 def draw_roofline(function: Roofline, base: Roofline | None, machine: str, path: Path) -> None:
@@ -41,26 +43,38 @@ def _draw(axes: Axes, function: Roofline, base: Roofline | None, machine: str) -
     both = [each for each in (function, base) if each is not None]
     has_operations = all(each.operations for each in both)
     unit = "operations" if has_operations else "bytes asked for"
+    short = "Gop/s" if has_operations else "GB/s"
     points = [point for each in both for point in _find_points(each, has_operations)]
     reach = [intensity for _, _, intensity, _, _ in points] or [1.0]
-    span = (min(reach) / 8, max(reach) * 8)
+    span = (min(reach) / 4, max(reach) * 4)
     for number, name in enumerate(dict.fromkeys(name for _, name, *_ in points)):
         colour = _COLOURS[number % len(_COLOURS)]
         rate = next(rate for _, each, _, _, rate in points if each == name)
-        axes.plot(span, [rate * end for end in span], color=colour, label=f"roof of {name}")
+        roof = [rate * end / _GIGA for end in span]
+        label = f"{name}: {rate / _GIGA:.3g} GB/s" + " (binds)" * (name == function.binding_level)
+        axes.plot(span, roof, _LINES[number % len(_LINES)], color=colour, label=label)
         for of, each, intensity, achieved, _ in points:
             if each == name:  # nearer levels have larger points, as several may lie on one place
                 face = "none" if of is base else colour
                 size = max(5, 15 - 3 * number)
-                axes.plot(intensity, achieved, "o", color=colour, markerfacecolor=face, ms=size)
-    roof = _find_arithmetic(function) if has_operations else None
-    if roof is not None:
-        axes.axhline(roof, color="#555555", label=f"roof of {COMPUTE}")
-    axes.set(xscale="log", yscale="log", xlim=span)
-    axes.set_xlabel(f"{unit}, for each byte of the level")
-    axes.set_ylabel(f"{unit}, per second ({_describe_time(function)})")
-    hollow = "" if base is None else f", hollow: {base.name}"
-    axes.set_title(f"{function.name} on {machine}{hollow}", fontsize=10)
+                place = intensity, achieved / _GIGA
+                axes.plot(*place, "o", color=colour, markerfacecolor=face, ms=size)
+    most = _find_arithmetic(function) if has_operations else None
+    if most is not None:
+        binds = " (binds)" * (function.binding_level == COMPUTE)
+        label = f"{COMPUTE}: {most / _GIGA:.3g} Gop/s{binds}"
+        axes.axhline(most / _GIGA, color="#555555", label=label)
+    for each in both:
+        face = "none" if each is base else "#555555"
+        axes.plot([], [], "o", color="#555555", markerfacecolor=face, label=each.name)
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlim=span)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
+    axes.set_xlabel(f"{unit}, for each byte that the level moves")
+    axes.set_ylabel(f"{short} of {unit} ({_describe_time(function)} time)")
+    axes.set_title(f"{function.name} on {machine}", fontsize=10)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     axes.grid(visible=True, which="major", alpha=0.3)
 

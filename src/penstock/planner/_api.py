@@ -67,6 +67,7 @@ def plan(
     machine: MachineProfile | str | None = None,
     reorder: bool = True,
     recompute: bool = True,
+    split_products: bool = False,
     method: str = "auto",
     time_limit: float = 60,
     seed: int = 0,
@@ -92,6 +93,9 @@ def plan(
             of a probed one count as fast as they are while both directions are busy.
         reorder: Whether operators may run in another order than the program's.
         recompute: Whether operators may run again, so that their results need not be kept or moved.
+        split_products: Whether products of matrices may run in slices of rows, as
+            `penstock.iomodel.run_chain` runs them, where they need too much at once: the logits of
+            a large vocabulary. They add in another order then, so that results differ by rounding.
         method: `"auto"`; `"exact"`: the least bytes that move, proved, for steps of about a
             hundred operators (COSMA); `"genetic"`: SwapAdvisor's algorithm, to compare
             with.
@@ -132,6 +136,7 @@ def plan(
         machine=profile,
         reorder=reorder,
         recompute=recompute,
+        split_products=split_products,
         seed=seed,
         progress=progress,
     )
@@ -164,12 +169,12 @@ def _plan_whole_or_split(
 ) -> Plan:
     """Plan the graph whole, or split; the first of the choices for which there is a plan."""
     graph, began, time_limit = request.graph, time.monotonic(), request.seconds_left()
-    choices = _split_choices(graph, request.budget.device_bytes, method)
+    choices = _split_choices(request, method)
     # Making the plan after a search takes longer where the graph or the load is larger.
     looked = time.monotonic() - began
     deadline = began + time_limit - min(_PLAN_TIMES * looked, _MAX_PLAN_SHARE * time_limit)
     for split_bytes in choices:
-        parts = request if split_bytes is None else request.of(split(graph, split_bytes))
+        parts = request if split_bytes is None else request.of(_split(request, split_bytes))
         left = max(deadline - time.monotonic(), _LEAST_SHARE * time_limit)
         try:
             found = planner(parts.ending_in(left))
@@ -184,23 +189,33 @@ def _plan_whole_or_split(
             len(parts.graph.operators) - len(graph.operators),
             split_bytes,
         )
-        return dataclasses.replace(found, graph_digest=graph.digest, split_bytes=split_bytes)
+        return dataclasses.replace(
+            found,
+            graph_digest=graph.digest,
+            split_bytes=split_bytes,
+            splits_products=request.split_products,
+        )
     raise AssertionError("there is a graph to plan")
 
 
-def _split_choices(graph: StepGraph, device_bytes: int | None, method: str) -> list[int | None]:
+def _split(request: PlanRequest, split_bytes: int) -> StepGraph:
+    return split(request.graph, split_bytes, products=request.split_products)
+
+
+def _split_choices(request: PlanRequest, method: str) -> list[int | None]:
     """Return split sizes to try: None for the whole graph, else bytes of an operator at most.
 
     Parts never need more than the whole, so `auto` splits wherever memory is short and an operator
     needs half of it; other methods split where they have to.
     """
+    graph, device_bytes = request.graph, request.budget.device_bytes
     if device_bytes is None or method == "exact":
         return [None]
     if method == "auto" and peak_of_program_order(graph, in_place=True) <= device_bytes:
         return [None]
     choices: list[int | None] = [] if method == "auto" else [None]
     for split_bytes in (device_bytes // 2, 1):
-        if split(graph, split_bytes) is not graph:
+        if _split(request, split_bytes) is not graph:
             choices.append(split_bytes)
     return choices or [None]
 

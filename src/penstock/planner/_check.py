@@ -72,7 +72,7 @@ def _planned_graph(graph: StepGraph, plan: Plan) -> StepGraph:
             rule="graph",
         )
     if plan.split_bytes is not None:
-        graph = split(graph, plan.split_bytes)
+        graph = split(graph, plan.split_bytes, products=plan.splits_products)
     if len(plan.operator_seconds) != len(graph.operators):
         raise PlanError(
             f"the plan has times of {len(plan.operator_seconds)} operators; the graph has "

@@ -49,6 +49,7 @@ class Plan:
         notes: Other facts of the planner, as the time that it took.
         split_bytes: Operators and values are those of `penstock.graph.split(graph, split_bytes)`;
             None: of the graph itself. `planned_graph` returns the one of the two.
+        splits_products: Whether products of matrices are split, too.
         times: Where `operator_seconds` come from: `"graph"` (its measured times, else a roofline of
             the machine, so that `check` can compare them) or `"given"` (a report on steps that
             ran, or the caller).
@@ -70,6 +71,7 @@ class Plan:
     seed: int
     notes: Mapping[str, Any] = field(default_factory=dict)
     split_bytes: int | None = None
+    splits_products: bool = False
     times: str = "given"
 
     def __str__(self) -> str:
@@ -110,7 +112,7 @@ class Plan:
             raise GraphFileError(_for_another(self.graph_digest, graph.digest))
         if self.split_bytes is None:
             return graph
-        parts = split(graph, self.split_bytes)
+        parts = split(graph, self.split_bytes, products=self.splits_products)
         if len(parts.operators) != len(self.operator_seconds):
             raise GraphFileError(
                 f"this plan is for {len(self.operator_seconds)} operators and this Penstock splits "
@@ -214,6 +216,7 @@ class Plan:
             "seed": self.seed,
             "notes": dict(self.notes),
             "split_bytes": self.split_bytes,
+            "splits_products": self.splits_products,
             "times": self.times,
         }
 
@@ -321,6 +324,7 @@ def _decode_fields(data: Mapping[str, Any]) -> dict[str, Any]:
         "seed": int(data["seed"]),
         "notes": dict(data["notes"]),
         "split_bytes": _optional(data["split_bytes"]),
+        "splits_products": _truth(data.get("splits_products", False)),
         "times": str(data["times"]),
     }
 

@@ -39,6 +39,7 @@ class PlanRequest:
             `machine`.
         reorder: Whether the order of the program may change.
         recompute: Whether operators may run again.
+        split_products: Whether products of matrices may run in slices.
         seed: Of random numbers.
         deadline: Time by `time.monotonic` at which to end with the best that was found.
         progress: Called with each improvement.
@@ -50,6 +51,7 @@ class PlanRequest:
     operator_seconds: Sequence[float] = ()
     reorder: bool = True
     recompute: bool = True
+    split_products: bool = False
     seed: int = 0
     deadline: float = math.inf
     progress: Callable[[Found], None] | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.attention._csr import Ranges
 from penstock.attention._layout import Layout
-from penstock.attention._torch import empty_gradient, empty_output
+from penstock.attention._operands import empty_gradient, empty_results, with_whole_rows
 from penstock.attention.triton import _kernels
 from penstock.codegen import Run, TritonLaunch, launch, use_device
 
@@ -142,8 +142,7 @@ def forward(
         scale: Factor of the products.
         run: Takes the launch.
     """
-    out = empty_output(q, v)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    out, lse = empty_results(q, v)
     read = (*(_operand(each) for each in (q, k, v)), _bias_operand(bias, q))
     with use_device(q.device):
         kernel = _kernels.attend_queries
@@ -256,8 +255,7 @@ def _ranges(layout: Layout) -> Ranges:
 
 def _operand(tensor: Tensor) -> TokenRows:
     """Return a tensor with its strides, copied where the last dimension does not lie together."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        tensor = tensor.contiguous()
+    tensor = with_whole_rows(tensor)
     return TokenRows(tensor, *tensor.stride()[:3])
 
 

@@ -78,15 +78,16 @@ def fills_storage(graph: StepGraph, vectors: SlicedView) -> bool:
     return vectors.is_dense and vectors.num_bytes > 0 and 0 <= rest < unit
 
 
-def choose_slices(graph: StepGraph, max_bytes: int) -> SliceChoice:
+def choose_slices(graph: StepGraph, max_bytes: int, *, products: bool = False) -> SliceChoice:
     """Choose operators that run in slices, so that operators need no more than so many bytes.
 
-    No operator is brought below the largest one that cannot run in slices.
+    No operator is brought below the largest one that cannot run in slices. Slices are as few as
+    fit, since each one of a product reads all its weights.
     """
     needed = needed_bytes(graph)
     if max(needed, default=0) <= max_bytes:
         return SliceChoice()
-    return SliceSearch(graph, max_bytes, needed).run()
+    return SliceSearch(graph, max_bytes, needed, products=products).run()
 
 
 class SliceSearch:
@@ -98,9 +99,13 @@ class SliceSearch:
         chosen: Operators that need more, and those that have to run in slices with them.
     """
 
-    def __init__(self, graph: StepGraph, max_bytes: int, needed: list[int]) -> None:
+    def __init__(
+        self, graph: StepGraph, max_bytes: int, needed: list[int], *, products: bool = False
+    ) -> None:
         self.graph = graph
-        self.form = functools.cache(lambda index: find_slice_form(graph, graph.operators[index]))
+        self.form = functools.cache(
+            lambda index: find_slice_form(graph, graph.operators[index], products=products)
+        )
         self._is_divisible = functools.cache(self._find_divisible)
         large = [index for index, count in enumerate(needed) if count > max_bytes]
         fixed = (needed[index] for index in large if self.form(index) is None)

@@ -4,7 +4,8 @@ A vector is all of the last dimension; the other dimensions together count vecto
 range of them. Only operators are listed here whose vectors have the same bits however many of them
 one call has: softmaxes and their gradients, the loss of given classes, sums over a vector, and
 arithmetic that is rounded exactly. Products of matrices are not among them: the order in which a
-kernel sums depends on how many vectors it gets.
+kernel sums depends on how many vectors it gets. They run in slices only where the caller says so:
+`x W` by the rows of x, and `G^T x`, the gradient of W, as a sum over slices of rows (`adds`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ _ARITHMETIC = {
     *("aten.neg.default", "aten._to_copy.default", "aten.clone.default", "aten.where.self"),
     *("aten.masked_fill.Scalar", "aten.masked_fill.Tensor"),
 }
+PRODUCT = "aten.mm.default"
+ADDED_PRODUCT = "aten.addmm_.default"  # what adds a slice's product to the sum
+_SUMMED_DTYPES = ("float32", "float64")  # others would round after each slice
 _HARMLESS_OPTIONS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
 _PLAIN_FORMATS = ("contiguous_format", "preserve_format")
 _ITEM_BYTES = {
@@ -52,15 +56,21 @@ class SlicedView(NamedTuple):
 
     Attributes:
         view: The whole of it, with one dimension (a number for each vector) or two.
+        is_transposed: Whether the call takes the vectors as columns.
     """
 
     view: TensorView
+    is_transposed: bool = False
 
     def slice(self, begin: int, end: int) -> TensorView:
         """Return the vectors from `begin` to `end`, exclusive."""
         view = self.view
         shape = (end - begin, *view.shape[1:])
-        return view._replace(shape=shape, offset=view.offset + begin * view.stride[0])
+        return self.turn(view._replace(shape=shape, offset=view.offset + begin * view.stride[0]))
+
+    def turn(self, view: TensorView) -> TensorView:
+        """Return vectors as the call takes them."""
+        return _transpose(view) if self.is_transposed else view
 
     @property
     def is_dense(self) -> bool:
@@ -82,11 +92,13 @@ class SliceForm:
         args: Its arguments, with `SlicedView` where one call takes a slice.
         outputs: Its results: `SlicedView`; those of a reduction as they are.
         reduces: Whether its result is put together from the results of its slices.
+        adds: Whether its result is the sum of those of its slices.
     """
 
     args: tuple[Any, ...]
     outputs: tuple[Any, ...]
     reduces: bool = False
+    adds: bool = False
 
     @property
     def num_vectors(self) -> int:
@@ -102,11 +114,14 @@ class SliceForm:
         return views_in([item for item in self.args if not isinstance(item, SlicedView)])
 
 
-def find_slice_form(graph: StepGraph, operator: Operator) -> SliceForm | None:
+def find_slice_form(
+    graph: StepGraph, operator: Operator, *, products: bool = False
+) -> SliceForm | None:
     """Return the form in which an operator of a graph runs in slices; None if there is none."""
     if operator.mutates or operator.after or operator.random or operator.recompute_target:
         return None
-    form = _find_form(operator)
+    is_product = operator.target == PRODUCT
+    form = _product_form(operator) if is_product and products else _find_form(operator)
     if form is None or form.num_vectors < 2:
         return None
     views = {view.value for view in views_in(operator.args)}
@@ -131,6 +146,23 @@ def _find_form(operator: Operator) -> SliceForm | None:
         if vectors is not None and last and vectors.is_dense:
             return SliceForm((vectors, (1,), *args[2:]), operator.outputs, reduces=True)
     return None
+
+
+def _product_form(operator: Operator) -> SliceForm | None:
+    """Return the form of (left, right): a sum where the left one is transposed, else by rows."""
+    (left, right), output = operator.args, operator.outputs[0]
+    if output is None or output.stride != (output.shape[1], 1):
+        return None
+    turned = SlicedView(_transpose(left), is_transposed=True)
+    if left.stride[0] == 1 and left.shape[0] > 1 and turned.view.stride[1] == 1:
+        if output.dtype not in _SUMMED_DTYPES:
+            return None
+        return SliceForm((turned, SlicedView(right)), operator.outputs, adds=True)
+    return SliceForm((SlicedView(left), right), (SlicedView(output),))
+
+
+def _transpose(view: TensorView) -> TensorView:
+    return view._replace(shape=view.shape[::-1], stride=view.stride[::-1])
 
 
 def _softmax_form(operator: Operator, num_tensors: int) -> SliceForm | None:

@@ -4,6 +4,7 @@ Operators in slices that follow each other become one group: for each slice all 
 that a piece is gone before the next one comes. A result that has to be whole afterwards is written
 slice by slice into its place; this is the place of a whole operand whose live range ends there.
 Sums over vectors and losses give a number for each vector in slices, then add up all in turn.
+A product that sums over vectors writes that of the first slice, to which those of the others add.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from penstock.graph.executable import COPIES, out_variant
 from penstock.graph.splitting._choice import SliceChoice, ends_at, fills_storage
 from penstock.graph.splitting._forms import (
+    ADDED_PRODUCT,
     LOSS,
     NO_REDUCTION,
     SUM,
@@ -111,7 +113,8 @@ class SliceWriter:
         if value in self.pieces_of:
             width = item.view.shape[1]
             shape = (vectors[1] - vectors[0], width)
-            return TensorView(self.pieces_of[value][number], item.view.dtype, shape, (width, 1), 0)
+            value = self.pieces_of[value][number]
+            return item.turn(TensorView(value, item.view.dtype, shape, (width, 1), 0))
         return item.slice(*vectors)._replace(value=self.current.get(value, value))
 
     def add_slice(
@@ -178,7 +181,7 @@ class SliceWriter:
             return not needed
         if form.num_vectors != self.forms[group[0]].num_vectors:
             return False
-        return not any(self.forms[index].reduces for index in needed)
+        return not any(self.forms[index].reduces or self.forms[index].adds for index in needed)
 
     def _build(self) -> StepGraph:
         kept = [index for index in range(len(self.storages)) if index not in self._gone]
@@ -220,10 +223,11 @@ class SliceWriter:
         """Find a place for results that stay whole: a whole operand's, or new memory."""
         operator, form = self.graph.operators[index], self.forms[index]
         for result in form.outputs if not form.reduces else ():
-            value = result.view.value
+            whole = result if form.adds else result.view
+            value = whole.value
             if value in self.pieces_of:
                 continue
-            old = self._find_reusable(group, index, result)
+            old = None if form.adds else self._find_reusable(group, index, result)
             if old is not None:
                 storage = self.storage_of_value[old]
                 self._gone.add(self.storage_of_value[value])
@@ -232,7 +236,7 @@ class SliceWriter:
                 continue
             place = self.add_value(self.storage_of_value[value])
             self.current[value] = place
-            view = result.view._replace(value=place)
+            view = whole._replace(value=place)
             self.operators.append(
                 Operator(
                     name=f"{operator.name}.rows",
@@ -278,8 +282,11 @@ class SliceWriter:
         operator, form = self.graph.operators[index], self.forms[index]
         args = tuple(self.slice(item, number, vectors) for item in form.args)
         (result,) = form.outputs
-        output = self.slice(result, number, vectors)
         target, kwargs = operator.target, operator.kwargs
+        if form.adds:
+            self._add_product(index, number, args)
+            return
+        output = self.slice(result, number, vectors)
         if result.view.value in self.pieces_of:
             self.add_slice(index, number, target, args, kwargs, (output,))
         elif target in COPIES:
@@ -293,6 +300,18 @@ class SliceWriter:
             copied = (output, piece)
             self._write_into(index, number, "aten.copy_.default", copied, {}, output, ".put")
 
+    def _add_product(self, index: int, number: int, args: tuple[Any, ...]) -> None:
+        """Write the first slice of a sum of products, or add the next one."""
+        (result,) = self.forms[index].outputs
+        output = result._replace(value=self.current[result.value])
+        if number:
+            self._write_into(index, number, ADDED_PRODUCT, (output, *args), {}, output)
+            return
+        variant = out_variant(self.graph.operators[index].target)
+        assert variant is not None
+        target, (name,) = variant
+        self._write_into(index, number, target, args, {name: output}, output)
+
     def _write_into(
         self,
         index: int,
@@ -305,7 +324,8 @@ class SliceWriter:
     ) -> None:
         """Write a slice of a whole value, which begins the value's next version."""
         (result,) = self.forms[index].outputs
-        value, old = result.view.value, place.value
+        value = result.view.value if isinstance(result, SlicedView) else result.value
+        old = place.value
         is_last = number + 1 == self.num_slices(self.forms[index])
         new = value if is_last else self.add_value(self.storage_of_value[value])
         for each in [known for known, now in self.current.items() if now == old]:

@@ -19,7 +19,7 @@ from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
 _LISTS = ("aten._foreach_", "aten._fused_adam", "aten._fused_sgd", "aten._fused_adagrad")
 
 
-def split(graph: StepGraph, max_bytes: int) -> StepGraph:
+def split(graph: StepGraph, max_bytes: int, *, products: bool = False) -> StepGraph:
     """Split the operators whose operands and results are more than so many bytes.
 
     Example:
@@ -36,17 +36,20 @@ def split(graph: StepGraph, max_bytes: int) -> StepGraph:
     Args:
         graph: The step.
         max_bytes: Bytes that an operator may need at once.
+        products: Whether products of matrices run in slices too, so that the logits of a large
+            vocabulary are never whole. The order in which they add is another one then.
 
     Returns:
         A graph with the same parameters, states, inputs and loss, whose execution gives the same
-        bits; the same graph if nothing is split. It is made once for each `max_bytes`.
+        bits, but for `products`; the same graph if nothing is split. It is made once for each
+        `max_bytes`.
     """
-    known = graph.derived
-    if max_bytes not in known:
+    known, key = graph.derived, (max_bytes, products)
+    if key not in known:
         parts = divide_inputs(_split_lists(graph, max_bytes), max_bytes)
-        choice = choose_slices(parts, max_bytes)
-        known[max_bytes] = rewrite_in_slices(parts, choice) if choice.forms else parts
-    return known[max_bytes]
+        choice = choose_slices(parts, max_bytes, products=products)
+        known[key] = rewrite_in_slices(parts, choice) if choice.forms else parts
+    return known[key]
 
 
 def _split_lists(graph: StepGraph, max_bytes: int) -> StepGraph:

@@ -1,0 +1,80 @@
+"""Kinds of modules that a chain knows: linear layers, and functions of each element alone.
+
+A function of each element is fused with the module before it where nothing is kept for a backward
+pass: it overwrites the value that this one made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Module = Callable[..., Tensor]
+
+_IN_PLACE: dict[type[nn.Module], Callable[[Any, Tensor], object]] = {
+    nn.ReLU: lambda _, x: torch.relu_(x),
+    nn.Sigmoid: lambda _, x: torch.sigmoid_(x),
+    nn.Tanh: lambda _, x: torch.tanh_(x),
+    nn.SiLU: lambda _, x: F.silu(x, inplace=True),
+    nn.GELU: lambda module, x: torch.ops.aten.gelu_(x, approximate=module.approximate),
+    nn.LeakyReLU: lambda module, x: F.leaky_relu_(x, module.negative_slope),
+}
+
+
+def is_plain_linear(module: Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module is a linear layer whose call does nothing else."""
+    is_linear = isinstance(module, nn.Linear) and type(module) is nn.Linear
+    return is_linear and not _has_hooks(module)
+
+
+def find_in_place(module: Module) -> Callable[[Tensor], object] | None:
+    """Return what computes a module in place of its operand; None if it is not of each element."""
+    found = _IN_PLACE.get(type(module))  # pyright: ignore[reportArgumentType]
+    if found is None or not isinstance(module, nn.Module) or _has_hooks(module):
+        return None
+    return lambda value: found(module, value)
+
+
+def makes_new_value(module: Module) -> bool:
+    """Return whether a module's result is memory of its own, which a next one may overwrite."""
+    if is_plain_linear(module):
+        return True
+    return find_in_place(module) is not None and not getattr(module, "inplace", False)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks
+    return any((*hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+def run_fused(modules: Sequence[Module], value: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Run modules one after the other, without gradients; the last one takes other arguments too.
+
+    Functions of each element overwrite what the module before them made.
+    """
+    is_own = False
+    for number, module in enumerate(modules):
+        extra = others if number == len(modules) - 1 else ()
+        in_place = find_in_place(module) if is_own and not extra else None
+        if in_place is not None:
+            in_place(value)
+            continue
+        value = module(value, *extra)
+        is_own = makes_new_value(module)
+    return value
+
+
+def find_parameters(modules: Sequence[Module]) -> list[nn.Parameter]:
+    """Return the parameters of modules that need gradients, each once."""
+    found = {
+        id(each): each
+        for module in modules
+        if isinstance(module, nn.Module)
+        for each in module.parameters()
+        if each.requires_grad
+    }
+    return list(found.values())

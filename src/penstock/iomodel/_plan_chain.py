@@ -1,0 +1,250 @@
+"""Plans of chains of modules, whose times by row and by chunk are measured on this machine.
+
+A product's rate depends on its shape, and a chunk of few rows pays for reading and packing all
+weights. So each module runs with two numbers of rows r1 < r2, in t1 and t2 seconds: a row takes
+(t2 - t1) / (r2 - r1), a chunk what remains of t1. The memory that a module takes is counted in the
+same way. In a step its backward pass is measured beside its forward one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.iomodel._chain import ChainOperator, ChainPlan, Features, chain
+from penstock.iomodel._chain_checks import check_result
+from penstock.iomodel._feature_blocks import can_run_in_blocks
+from penstock.iomodel._levels import this_machine
+from penstock.iomodel._modules import (
+    Module,
+    find_in_place,
+    find_parameters,
+    is_plain_linear,
+    makes_new_value,
+)
+from penstock.memory import MachineProfile
+
+_PRODUCT_BYTES, _CACHED_BYTES = 16 * 2**20, 2**20  # of the rows that are timed, operand or result
+_LEAST_ROWS, _MOST_ROWS = 32, 128  # fewer would not busy all threads
+_REPETITIONS = 3
+_NEW_BYTES = 256 * 2**20  # far more than malloc hands out again, and than caches hold
+_BACKWARD_VALUES = 1.5  # a backward pass reads a gradient and what was saved, and writes a gradient
+
+
+def flatten_rows(x: Tensor, row_args: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return rows of features, and the other arguments by row."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows, [each.reshape(len(rows), *each.shape[x.dim() - 1 :]) for each in row_args]
+
+
+def plan_chain(
+    modules: Sequence[Module],
+    x: Tensor,
+    *row_args: Tensor,
+    machine: MachineProfile | None = None,
+) -> ChainPlan:
+    """Plan the chunks of a chain of modules, from runs of its first rows, which are timed.
+
+    Where gradients are needed, the plan is of a step, forward and backward.
+
+    Args:
+        modules: The modules, as `run_chain` takes them.
+        x: Its input.
+        *row_args: Its other arguments.
+        machine: Levels and rates; None: those of `penstock.probe`.
+    """
+    rows, others = flatten_rows(x.detach(), row_args)
+    is_step = torch.is_grad_enabled() and (x.requires_grad or bool(find_parameters(modules)))
+    value, operators = rows[:_MOST_ROWS], []
+    for number, module in enumerate(modules):
+        extra = others if number == len(modules) - 1 else []
+        measured = _ModuleRuns(module, [each[: len(value)] for each in extra], is_step)
+        operator, value = measured.describe(value, modules[:number])
+        operators.append(operator)
+    if value.dim() == 0:  # gradients are computed beside the result, and nothing twice
+        again = {"again_row_seconds": 0.0, "again_chunk_seconds": 0.0}
+        operators = [dataclasses.replace(each, **again) for each in operators]
+    return chain(
+        operators,
+        len(rows),
+        machine or this_machine(),
+        input_row_bytes=max(1, rows[:1].nbytes),
+        num_threads=torch.get_num_threads(),
+        new_bytes_per_second=_find_new_rate() if x.device.type == "cpu" else None,
+    )
+
+
+@functools.cache
+def _find_new_rate() -> float:
+    """Return the rate at which memory comes from the operating system, in bytes per second."""
+
+    def fill(tensor: Tensor) -> float:
+        return _time(lambda: tensor.fill_(1))
+
+    found = []
+    for _ in range(_REPETITIONS):
+        tensor = torch.empty(_NEW_BYTES, dtype=torch.uint8)
+        found.append(max(1e-9, fill(tensor) - fill(tensor)))
+        del tensor
+    return _NEW_BYTES / min(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """A quantity that grows by the row."""
+
+    chunk: float
+    row: float
+
+    @classmethod
+    def through(cls, few: tuple[int, float], many: tuple[int, float]) -> _Line:
+        (r1, t1), (r2, t2) = few, many
+        if r1 == r2 or t2 <= t1:
+            return cls(0.0, t2 / r2)
+        row = (t2 - t1) / (r2 - r1)
+        return cls(max(0.0, t1 - r1 * row), row if t1 >= r1 * row else t2 / r2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModuleRuns:
+    """Runs of a module that are timed.
+
+    Attributes:
+        module: The module.
+        others: Its arguments beside the rows, by row.
+        is_step: Whether there is a backward pass.
+    """
+
+    module: Module
+    others: list[Tensor]
+    is_step: bool
+
+    def describe(self, rows: Tensor, before: Sequence[Module]) -> tuple[ChainOperator, Tensor]:
+        """Return the module as an operator of a chain, and its result of the rows."""
+        with torch.no_grad(), FlopCounterMode(display=False) as flops:
+            result = self.module(rows, *self.others)
+        check_result(self.module, result)
+        row_bytes = max(1, result.nbytes // len(rows))
+        most = _PRODUCT_BYTES if flops.get_total_flops() else _CACHED_BYTES
+        many = min(len(rows), max(_LEAST_ROWS, most // max(row_bytes, rows[:1].nbytes)))
+        counts = max(1, many // 4), many
+        forward = self._fit(rows, counts, self._run_forward, _time_best)
+        step = forward
+        run = self._run_step if self.is_step else self._run_forward
+        if self.is_step:
+            step = self._fit(rows, counts, run, _time_best)
+        new = self._fit(rows, counts, run, _count_new_bytes)
+        is_fused = not self.is_step and bool(before) and find_in_place(self.module) is not None
+        operator = ChainOperator(
+            name=getattr(self.module, "__name__", type(self.module).__name__),
+            row_bytes=row_bytes,
+            row_seconds=step.row,
+            chunk_seconds=step.chunk,
+            again_row_seconds=forward.row if self.is_step else 0.0,
+            again_chunk_seconds=forward.chunk if self.is_step else 0.0,
+            value_passes=1 + _BACKWARD_VALUES * self.is_step,
+            new_row_bytes=round(new.row),
+            can_fuse=is_fused and makes_new_value(before[-1]),
+            features=self._find_features(before),
+        )
+        return operator, result
+
+    def _find_features(self, before: Sequence[Module]) -> Features:
+        if find_in_place(self.module) is not None:
+            return "each"
+        starts = [*before, self.module]
+        pairs = [[each, self.module] for each in before if is_plain_linear(each)]
+        is_product = is_plain_linear(starts[-1]) and all(map(can_run_in_blocks, pairs))
+        return "product" if is_product else "mixed"
+
+    def _fit(
+        self,
+        rows: Tensor,
+        counts: tuple[int, int],
+        run: Callable[[Tensor, list[Tensor]], object],
+        measure: Callable[[Callable[[], object]], float],
+    ) -> _Line:
+        few, many = (
+            (n, measure(functools.partial(run, rows[:n], [each[:n] for each in self.others])))
+            for n in counts
+        )
+        return _Line.through(few, many)
+
+    def _run_forward(self, rows: Tensor, others: list[Tensor]) -> None:
+        with torch.no_grad():
+            self.module(rows, *others)
+
+    def _run_step(self, rows: Tensor, others: list[Tensor]) -> None:
+        """Run forward and backward, as in a chunk."""
+        weights = find_parameters([self.module])
+        if is_plain_linear(self.module):
+            result = self.module(rows).detach()
+            torch.mm(result, self.module.weight.detach())
+            if self.module.weight.requires_grad:
+                self._gradient.addmm_(result.t(), rows)
+            return
+        leaf = rows.detach().requires_grad_()
+        with torch.enable_grad():
+            result = self.module(leaf, *others)
+        if result.requires_grad:
+            if result.shape not in self._seeds:
+                self._seeds[result.shape] = torch.ones_like(result)
+            seed = self._seeds[result.shape]
+            torch.autograd.grad(result, [leaf, *weights], seed, allow_unused=True)
+
+    @functools.cached_property
+    def _seeds(self) -> dict[torch.Size, Tensor]:
+        """Gradients of the results, by shape."""
+        return {}
+
+    @functools.cached_property
+    def _gradient(self) -> Tensor:
+        """The sum that a linear layer's gradients are added to."""
+        assert isinstance(self.module, nn.Linear)
+        return torch.zeros_like(self.module.weight.detach())
+
+
+def _time_best(call: Callable[[], object]) -> float:
+    call()
+    return min(_time(call) for _ in range(_REPETITIONS))
+
+
+def _time(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _count_new_bytes(call: Callable[[], object]) -> float:
+    with _NewBytes() as counted:
+        call()
+    return counted.num_bytes
+
+
+class _NewBytes(TorchDispatchMode):
+    """Bytes of results that are memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        for each in _tensors(result):
+            if each.untyped_storage()._cdata not in known:
+                self.num_bytes += each.nbytes
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
