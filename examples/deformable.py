@@ -60,8 +60,8 @@ class Restorer(nn.Module):
             nn.ReLU(),
         )
         self.offsets = nn.Conv2d(width, 1 if square else 18, 3, padding=1)
-        nn.init.zeros_(self.offsets.weight)
-        nn.init.zeros_(self.offsets.bias)
+        for parameter in self.offsets.parameters():
+            nn.init.zeros_(parameter)
         self.features = nn.Conv2d(1, width, 3, padding=1)
         self.align = nn.Conv2d(width, width, 3, padding=1)
         self.restore = nn.Sequential(

@@ -27,8 +27,9 @@ _IN_PLACE: dict[type[nn.Module], Callable[[Any, Tensor], object]] = {
 
 def is_plain_linear(module: Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a linear layer whose call does nothing else."""
-    is_linear = isinstance(module, nn.Linear) and type(module) is nn.Linear
-    return is_linear and not _has_hooks(module)
+    if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
+        return False
+    return not _has_hooks(module)
 
 
 def find_in_place(module: Module) -> Callable[[Tensor], object] | None:

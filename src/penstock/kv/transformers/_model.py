@@ -108,8 +108,8 @@ def find_attention(model: PreTrainedModel) -> dict[int, tuple[torch.nn.Module, s
     found: dict[int, tuple[torch.nn.Module, str]] = {}
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
-        is_attention = isinstance(index, int) and "attention" in type(module).__name__.lower()
-        if is_attention and module in decoder:
+        is_attention = "attention" in type(module).__name__.lower()
+        if isinstance(index, int) and is_attention and module in decoder:
             found.setdefault(index, (module, f"{name} ({type(module).__name__})"))
     return found
 
