@@ -50,7 +50,7 @@ def partition(
         device_memory: Budget of each, in bytes or as `"16GiB"`; None: as many bytes as needed.
         machine: A device and its links; None: this machine, measured.
         time_limit: Seconds of the search.
-        seed: Of random choices.
+        seed: Kept in the result; the search draws no random numbers yet.
         method: `"auto"`, or to compare with: `"batch"` (data parallelism), `"fsdp"` (with
             parameters, gradients and optimizer state split at rest), `"tensor"` (products split
             along axes of parameters, between nodes by batch), `"greedy"` (one operator after the

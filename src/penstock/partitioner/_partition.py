@@ -81,7 +81,7 @@ class Partition:
         unknown: Operators that the axis table does not have, with the bytes that each reads and
             writes on every rank: they are not split.
         machine: Profile of a device and its links.
-        seed: Of random choices.
+        seed: Kept in the result; the search draws no random numbers yet.
         notes: Other facts of the search.
     """
 
