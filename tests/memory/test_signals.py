@@ -21,8 +21,9 @@ def raising(number: int, frame: object) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
+def _handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    monkeypatch.setattr(deferred_signals, "_users", {})  # whatever other tests left entered
     before = [signal.signal(number, raising) for number in numbers]
     deferred_signals.watch(raising)
     yield

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
 from penstock.iomodel._chain import ChainOperator, ChainPlan, Features, chain
 from penstock.iomodel._chain_checks import check_result
 from penstock.iomodel._feature_blocks import can_run_in_blocks

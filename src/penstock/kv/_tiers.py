@@ -82,6 +82,7 @@ class PoolTiers:
         """
         self._shapes[layer] = layout.num_heads, layout.key_dim, layout.value_dim
         pages = [layout.with_shape(shape).page_bytes for shape in self._shapes.values()]
+        pages = sorted(pages)[-self._num_layers :]  # of more layers than were told, the largest
         num_unknown = max(0, self._num_layers - len(pages))  # taken to be as this one
         self.device.check_budget(sum(pages) + num_unknown * layout.page_bytes, layout.block_tokens)
         page_bytes = layout.page_bytes
