@@ -58,10 +58,10 @@ def _bounds_of_loops():
 
 
 def error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
     found, expected = found.detach().double(), expected.detach().double()
-    return float(
-        (found - expected).norm() / expected.norm().clamp(min=0.1 * expected.numel() ** 0.5)
-    )
+    least = max(0.1 * expected.numel() ** 0.5, 1e-30)  # of no numbers the error is 0
+    return float((found - expected).norm() / expected.norm().clamp(min=least))
 
 
 # ------------------------------------------------------------------------- sparse

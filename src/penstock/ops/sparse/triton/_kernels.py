@@ -52,11 +52,11 @@ def sample_products(entries, lists, table, out, num_entries, sizes):
         key = tl.load(lists.columns + place, mask=is_there, other=0)
         if sizes.has_order:
             place = tl.load(lists.order + place, mask=is_there, other=0)
-        value = tl.load(lists.values + place, mask=is_there, other=0.0)
+        value = tl.load(lists.numbers + place, mask=is_there, other=0.0)
         if sizes.is_by_column:
             at, is_found = find_entry(table, row, key, is_there, sizes.steps)
         else:
             at, is_found = find_entry(table, key, column, is_there, sizes.steps)
-        other = tl.load(table.values + at, mask=is_found, other=0.0)
+        other = tl.load(table.numbers + at, mask=is_found, other=0.0)
         sums += tl.where(is_found, value * other, 0.0)
     tl.store(out + entry, sums, mask=is_entry)

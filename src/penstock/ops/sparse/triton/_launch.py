@@ -28,7 +28,7 @@ class Lists(NamedTuple):
     offsets: Tensor
     columns: Tensor
     order: Tensor
-    values: Tensor
+    numbers: Tensor
 
 
 class SampledTable(NamedTuple):
@@ -36,7 +36,7 @@ class SampledTable(NamedTuple):
 
     offsets: Tensor
     columns: Tensor
-    values: Tensor
+    numbers: Tensor
 
 
 class SamplingSizes(NamedTuple):
@@ -81,7 +81,7 @@ class Sampling:
 
     def compute(self, run: Run) -> Tensor:
         """Return the values of the entries."""
-        out = self.lists.values.new_empty(len(self.pattern.columns))
+        out = self.lists.numbers.new_empty(len(self.pattern.columns))
         rows = rows_of(self.pattern).to(self.pattern.columns.dtype)
         sizes = SamplingSizes(_BLOCK, self.steps, self.is_by_column, self.has_order)
         entries = Entries(rows, self.pattern.columns)
