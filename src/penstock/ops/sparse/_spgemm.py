@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,15 +237,43 @@ def _find(
 
 
 def _assemble(result: Rows, values: Tensor, layout: torch.layout) -> Tensor:
-    shape = (result.num_rows, result.num_columns)
-    if layout == torch.sparse_csr:
-        return torch.sparse_csr_tensor(
-            result.offsets, result.columns, values, shape, check_invariants=False
+    found: Any = _Assembly.apply(values, result, layout)
+    return found
+
+
+class _Assembly(torch.autograd.Function):
+    """A sparse tensor of values, and the values of its gradient.
+
+    A gradient with the tensor's own pattern has them already; torch would mark the places of all
+    elements, also of those that are not stored, to find them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, result: Rows, layout: torch.layout) -> Tensor:
+        """Return the tensor."""
+        ctx.result = result
+        shape = (result.num_rows, result.num_columns)
+        if layout == torch.sparse_csr:
+            return torch.sparse_csr_tensor(
+                result.offsets, result.columns, values, shape, check_invariants=False
+            )
+        indices = torch.stack([rows_of(result), result.columns.long()])
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=True, check_invariants=False
         )
-    indices = torch.stack([rows_of(result), result.columns.long()])
-    return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=True, check_invariants=False
-    )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the values."""
+        (gradient,), result = gradients, ctx.result
+        if gradient.layout == torch.sparse_csr and torch.equal(
+            gradient.crow_indices(), result.offsets.to(gradient.crow_indices().dtype)
+        ):
+            columns = gradient.col_indices()
+            if torch.equal(columns, result.columns.to(columns.dtype)):
+                return gradient.values(), None, None
+        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+        return dense[rows_of(result), result.columns.long()], None, None
 
 
 def _read_both(a: Tensor, b: Tensor) -> tuple[tuple[Rows, Tensor], tuple[Rows, Tensor]]:
