@@ -316,3 +316,27 @@ def test_numbers_that_are_none_stay_in_their_row(path: str):
     a.values()[7] = torch.nan
     c = spgemm(a, b).to_dense()
     assert bool(c[1].isnan().all()) and bool(c[[0, 2, 3]].isfinite().all())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_coo])
+def test_gradients_of_a_product_of_many_rows_are_never_dense(layout: torch.layout):
+    number, places = 1_000_000, torch.tensor([0, 7, 999_999])  # dense it is 4 TB
+    values = torch.tensor([1.0, 2.0, 3.0])
+    a = torch.sparse_coo_tensor(
+        torch.stack([places, places]), values, (number, number), is_coalesced=True
+    )
+    a = a.requires_grad_() if layout == torch.sparse_coo else a.to_sparse_csr().requires_grad_()
+    c = spgemm(a, a)
+    (found,) = torch.autograd.grad(c, a, c.detach())
+    torch.testing.assert_close(found.values(), 2 * values**3)
+
+
+def test_gradients_of_other_patterns_are_read_where_the_product_is():
+    a, b = (draw(9, 9, 0.4, seed).requires_grad_() for seed in (0, 1))
+    c = spgemm(a, b)
+    given = draw(9, 9, 0.5, 2)
+    operands = (a, b)
+    found = torch.autograd.grad(c, operands, given, retain_graph=True)
+    expected = torch.autograd.grad(c, operands, given.to_dense())
+    for each, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(each.values(), wanted.values())

@@ -252,28 +252,56 @@ class _Assembly(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, result: Rows, layout: torch.layout) -> Tensor:
         """Return the tensor."""
         ctx.result = result
-        shape = (result.num_rows, result.num_columns)
-        if layout == torch.sparse_csr:
-            return torch.sparse_csr_tensor(
-                result.offsets, result.columns, values, shape, check_invariants=False
-            )
-        indices = torch.stack([rows_of(result), result.columns.long()])
-        return torch.sparse_coo_tensor(
-            indices, values, shape, is_coalesced=True, check_invariants=False
-        )
+        return _build(result, values, layout)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the values."""
         (gradient,), result = gradients, ctx.result
-        if gradient.layout == torch.sparse_csr and torch.equal(
-            gradient.crow_indices(), result.offsets.to(gradient.crow_indices().dtype)
-        ):
-            columns = gradient.col_indices()
-            if torch.equal(columns, result.columns.to(columns.dtype)):
-                return gradient.values(), None, None
-        dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
-        return dense[rows_of(result), result.columns.long()], None, None
+        if gradient.layout == torch.strided:
+            return gradient[rows_of(result), result.columns.long()], None, None
+        if gradient.layout == torch.sparse_coo:
+            gradient = gradient.coalesce()
+        if _has_pattern(gradient, result):
+            return gradient.values(), None, None
+        return _take_entries(gradient, result), None, None
+
+
+def _take_entries(matrix: Tensor, pattern: Rows) -> Tensor:
+    """Return the numbers of a sparse matrix where a pattern has entries; 0 where it has none."""
+    found = matrix.to_sparse_coo().coalesce()
+    rows, columns = found.indices()
+    keys = rows * pattern.num_columns + columns
+    wanted = rows_of(pattern) * pattern.num_columns + pattern.columns
+    place = torch.searchsorted(keys, wanted).clamp(max=max(0, len(keys) - 1))
+    if not len(keys):
+        return found.values().new_zeros(len(wanted))
+    return found.values()[place].where(keys[place] == wanted, 0.0)
+
+
+def _build(result: Rows, values: Tensor, layout: torch.layout) -> Tensor:
+    shape = (result.num_rows, result.num_columns)
+    if layout == torch.sparse_csr:
+        return torch.sparse_csr_tensor(
+            result.offsets, result.columns, values, shape, check_invariants=False
+        )
+    indices = torch.stack([rows_of(result), result.columns.long()])
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _has_pattern(gradient: Tensor, result: Rows) -> bool:
+    """Return whether a sparse gradient stores the entries of a pattern, in their order."""
+    if gradient.layout == torch.sparse_csr:
+        offsets, columns = gradient.crow_indices(), gradient.col_indices()
+        return _are_equal(offsets, result.offsets) and _are_equal(columns, result.columns)
+    rows, columns = gradient.indices()
+    return _are_equal(columns, result.columns) and torch.equal(rows, rows_of(result))
+
+
+def _are_equal(found: Tensor, indices: Tensor) -> bool:
+    return torch.equal(found, indices.to(found.dtype))
 
 
 def _read_both(a: Tensor, b: Tensor) -> tuple[tuple[Rows, Tensor], tuple[Rows, Tensor]]:
