@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-import pytest
 import torch
 
 import _ops_deform
 import _ops_spgemm
 from _rows import Environment
-
-pytestmark = [  # what torch says once of every sparse tensor
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
-]
 
 WHERE = Environment(device_name="cpu", versions={}, commit="0", command="x")
 OPTIONS = argparse.Namespace(device="cpu", rounds=1, match="")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from penstock.codegen import ByteCount, count_bytes
 from penstock.ops import _column_launch as columns
@@ -33,20 +32,7 @@ TOLERANCES = {FLOAT: 5e-6, HALF: 2e-3, DOUBLE: 1e-12}
 """Of the largest element: sums of up to some hundred products; 11 bits of results."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _bounds_of_loops():
-    """NumPy 2.4 makes no int of an array of one number, which is what the interpreter has."""
-    patch = pytest.MonkeyPatch()
-    set_attr = interpreter._LangPatchScope.set_attr
-
-    def with_item(scope: Any, target: Any, name: str, value: Any) -> None:
-        if name == "__index__":
-            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
-        set_attr(scope, target, name, value)
-
-    patch.setattr(interpreter._LangPatchScope, "set_attr", with_item)
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("interpreter_of_triton")
 
 
 def count(run: Any) -> tuple[Any, ByteCount]:

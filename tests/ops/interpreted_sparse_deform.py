@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from penstock.codegen import count_bytes
 from penstock.ops import product_pattern, spgemm
@@ -31,30 +30,12 @@ from test_spgemm import draw
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_triton_sparse_deform.py runs this"
 
-pytestmark = [  # what torch says once of every sparse tensor
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
-]
-
 FLOAT, HALF = torch.float32, torch.float16
 TOLERANCES = {FLOAT: 3e-6, HALF: 3e-3}
 """Of norms, relative: sums of some hundred products; columns are rounded to 11 bits."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _bounds_of_loops():
-    """NumPy 2.4 makes no int of an array of one number, which is what the interpreter has."""
-    patch = pytest.MonkeyPatch()
-    set_attr = interpreter._LangPatchScope.set_attr
-
-    def with_item(scope: Any, target: Any, name: str, value: Any) -> None:
-        if name == "__index__":
-            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
-        set_attr(scope, target, name, value)
-
-    patch.setattr(interpreter._LangPatchScope, "set_attr", with_item)
-    yield
-    patch.undo()
+pytestmark = pytest.mark.usefixtures("interpreter_of_triton")
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -10,11 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [  # what torch says once of every sparse tensor
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
-]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "ops.md"
 
 

@@ -13,11 +13,6 @@ from penstock.ops.sparse import _native, _rows
 from penstock.ops.sparse._operands import read_operand
 from penstock.ops.sparse._operator import spgemm_gradients, spgemm_product, spgemm_values
 
-pytestmark = [  # what torch says once of every sparse tensor
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
-]
-
 TOLERANCES = {  # of norms, relative: sums of tens of products
     torch.float64: 1e-14,
     torch.float32: 1e-6,

@@ -15,6 +15,7 @@ import torch
 from fork_servers import find_python
 from penstock.ops import column_reduce, group_rational, local_conv2d, unfold_windows
 from penstock.ops.windows._geometry import Windows
+from triton_tests import needs_triton, run_interpreted
 from window_cases import Case, filter_by_definition, largest_error, windows_of
 
 HERE = Path(__file__).resolve().parent
@@ -32,21 +33,7 @@ TOLERANCES = {DOUBLE: 1e-12, FLOAT: 1e-5, HALF: 2e-3, BRAIN: 2e-2}
 @needs_triton
 @pytest.mark.slow
 def test_values_and_bytes_under_the_interpreter():
-    """In a process of its own: what is interpreted is chosen when Triton is imported."""
-    done = subprocess.run(
-        [
-            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
-            str(HERE / "interpreted_ops.py"),
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) == 32
+    run_interpreted(HERE / "interpreted_ops.py", at_least=32)
 
 
 def test_nothing_imports_triton_before_a_gpu_is_used():

@@ -17,11 +17,6 @@ from fork_servers import find_python
 from test_deform import CASE, define, error, gradients, operands, run
 from test_spgemm import check, draw
 
-pytestmark = [  # what torch says once of every sparse tensor
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
-]
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 needs_triton = pytest.mark.skipif(
