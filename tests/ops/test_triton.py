@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -20,9 +19,6 @@ from window_cases import Case, filter_by_definition, largest_error, windows_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which comes with CUDA"
-)
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Memory that the warps of a program share, at most."""
