@@ -68,7 +68,7 @@ def _set_with_item(patch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def _patch_once(patch_language: Callable[[FunctionType], Any]) -> Callable[[FunctionType], Any]:
-    """Patch `triton.language` at a launch, and not again at each call of a function by its kernel."""
+    """Patch `triton.language` at a launch, and not again where its kernel calls a function."""
     named: dict[FunctionType, list[Any]] = {}  # by function: modules of the language that it names
 
     def patch_once(function: FunctionType) -> Any:
@@ -109,9 +109,9 @@ def _init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None =
     """Set the fields, and check that the type can hold the data, as `TensorHandle` does."""
     self.data, self.dtype = data, dtype
     self.attr = {} if attr is None else attr
-    if not isinstance(dtype, core.pointer_type):
-        if data.itemsize * 8 > max(8, dtype.primitive_bitwidth):
-            self.__post_init__()  # which says so
+    is_pointer = isinstance(dtype, core.pointer_type)
+    if not is_pointer and data.itemsize * 8 > max(8, dtype.primitive_bitwidth):
+        self.__post_init__()  # which says so
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -151,12 +151,8 @@ def _pass_equal_shapes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
     def broadcast_unequal(self: Any, first: Any, second: Any) -> Any:
         types = first.type, second.type
-        if not any(each.is_block() for each in types):
-            return first, second
-        if all(each.is_block() for each in types):
-            if types[0].shape.values == types[1].shape.values:
-                return first, second
-        return broadcast(self, first, second)
+        shapes = [each.shape.values if each.is_block() else None for each in types]
+        return (first, second) if shapes[0] == shapes[1] else broadcast(self, first, second)
 
     return broadcast_unequal
 
