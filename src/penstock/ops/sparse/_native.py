@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import THREADS, VECTORS, load_optional_library, to_struct
+from penstock.compat.dynamo import mark_constant
 from penstock.ops.sparse._rows import Rows, check_count
 
 _WORD_COLUMNS, _WORD_BYTES = 64, 13
@@ -23,7 +24,7 @@ _WORD_COLUMNS, _WORD_BYTES = 64, 13
 _LEAST_WINDOW = 4096
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def is_available() -> bool:
     """Return whether the kernels can be built, or were."""
     return _library() is not None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.compat.dynamo import mark_constant
 from penstock.ops.sparse import _native, _torch
 from penstock.ops.sparse._rows import Rows
 
@@ -29,7 +30,7 @@ def name_kernels(values: Tensor) -> str:
     return "Triton" if has_kernels and _has_triton() else "torch"
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def _has_triton() -> bool:
     return find_spec("triton") is not None
 
