@@ -143,7 +143,6 @@ def _add_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def _add_one(x: torch.Tensor) -> torch.Tensor:
-    assert not torch.compiler.is_compiling()
     return x + 1
 
 
