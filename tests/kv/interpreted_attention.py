@@ -206,7 +206,14 @@ def test_a_sequence_has_the_same_bits_in_every_batch_and_other_cuts_agree():
     [
         {"num_records": 4},
         {"num_records": 20, "group": 4},
-        {"num_records": 9, "block_tokens": 100, "key_dim": 80, "value_dim": 33, "num_tokens": 3},
+        {
+            "num_records": 9,
+            "block_tokens": 100,
+            "key_dim": 80,
+            "value_dim": 33,
+            "num_tokens": 3,
+            "kv_heads": 1,
+        },
         {"num_records": 2, "kv_heads": 1, "group": 8, "num_tokens": 16, "key_dim": 256},
     ],
 )
