@@ -119,10 +119,13 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
     sizes = type.__dict__.get(_SIZES)
     if sizes is None:
-        shape = type.shape if type.is_block() else ()
-        constants = core.tuple([core.constexpr(each) for each in shape])
-        sizes = type.__dict__[_SIZES] = constants, core.constexpr(math.prod(shape))
+        sizes = type.__dict__[_SIZES] = _list_sizes(type.shape if type.is_block() else ())
     self.shape, self.numel = sizes
+
+
+def _list_sizes(shape: Any) -> tuple[Any, Any]:
+    """Return the shape of tensors of a type, and its product."""
+    return core.tuple([core.constexpr(each) for each in shape]), core.constexpr(math.prod(shape))
 
 
 def _compare_itself(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
@@ -140,6 +143,7 @@ def _keep_shapes(make: Callable[..., None]) -> Callable[..., None]:
         if (fields := kept.get((element_ty.name, sizes))) is None:
             make(self, element_ty, shape)
             fields = {name: getattr(self, name) for name in ("shape", "numel", "name")}
+            fields[_SIZES] = _list_sizes(self.shape)
             kept[element_ty.name, sizes] = fields
         self.__dict__.update(fields)
 
