@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.compat.autograd import is_dispatch_watched
-from penstock.ops._operands import sum_dtype
+from penstock.ops._operands import check_operand, sum_dtype
 from penstock.ops.sparse._operands import read_operand
 from penstock.ops.sparse._operator import spgemm_pattern, spgemm_values
 from penstock.ops.sparse._product import Call, assemble, multiply
@@ -134,6 +134,7 @@ class ProductPattern:
             ("left_values", self.left, left_values),
             ("right_values", self.right, right_values),
         ):
+            check_operand(name, values)
             stored = rows.columns if rows.place is None else rows.place
             if values.shape != stored.shape:
                 raise ValueError(
@@ -179,6 +180,8 @@ def _multiply(
     pattern: ProductPattern | None,
     max_bytes: int | str | None,
 ) -> Tensor:
+    if pattern is not None and not isinstance(pattern, ProductPattern):
+        raise TypeError(f"pattern is {type(pattern).__name__}: make it by product_pattern(a, b)")
     if pattern is not None and mask is not None:
         raise ValueError("pattern has its mask in it: pass mask to product_pattern instead")
     (left, left_values), (right, right_values) = _read_both(a, b)
@@ -186,7 +189,7 @@ def _multiply(
         call = Call.of(
             left, right, None if mask is None else _read_mask(mask, left, right), max_bytes
         )
-        if not is_dispatch_watched():
+        if not (is_dispatch_watched() or torch.compiler.is_compiling()):
             return multiply(left_values, right_values, call, a.layout)
         pattern = _find(call)  # whoever watches sees operators
     else:
