@@ -29,6 +29,12 @@ def is_transformed() -> bool:
     )
 
 
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a dual number of the forward-mode derivative that is running."""
+    is_running = forward_ad._current_level >= 0
+    return is_running and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def is_dispatch_watched() -> bool:
     """Return whether a dispatch mode is active, which sees the operators that are called."""
     return torch._C._len_torch_dispatch_stack() > 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library, name_kernels
-from penstock.ops._operands import KINDS, check_dtype, sum_dtype
+from penstock.ops._operands import KINDS, check_operand, sum_dtype
 from penstock.ops._tiles import choose_tile_rows
 
 COLUMNS = Path(__file__).with_name("columns.cpp")
@@ -43,7 +43,7 @@ def column_reduce(x: Tensor) -> Tensor:
         TypeError: x has another dtype.
         ValueError: x has no dimension.
     """
-    check_dtype("x", x)
+    check_operand("x", x)
     if x.dim() == 0:
         raise ValueError("x has no dimensions, but must be (..., C): give it one with x[None]")
     return _column_reduce(x.reshape(x.shape[:-1].numel(), x.shape[-1]))

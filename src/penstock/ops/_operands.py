@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.compat.autograd import has_tangent
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 KINDS = {dtype: kind for kind, dtype in enumerate(DTYPES)}
 """By dtype the number that `with_element` of `codegen/reals.cpp` knows it by."""
@@ -15,16 +17,22 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_dtype(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is not of floating-point numbers that the operators know.
+def check_operand(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is not of floating-point numbers that the operators know, or a dual one.
 
     Raises:
         TypeError: The dtype is another.
+        NotImplementedError: It has a tangent; without this error the result would have none.
     """
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{name} has the dtype {tensor.dtype}, but must have one of "
             f"{', '.join(map(str, DTYPES))}: convert it with {name}.float()"
+        )
+    if not torch.compiler.is_compiling() and has_tangent(tensor):
+        raise NotImplementedError(
+            f"{name} has a tangent, but the operators of penstock.ops have no forward-mode "
+            "derivatives: take gradients by torch.autograd.grad"
         )
 
 

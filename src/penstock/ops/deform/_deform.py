@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops._operands import check_dtype, check_together, sum_dtype
+from penstock.ops._operands import check_operand, check_together, sum_dtype
 from penstock.ops.deform._operator import deform_forward
 from penstock.ops.deform._shapes import DeformGeometry, count_taps
 
@@ -119,7 +119,7 @@ def _cast(
 def _check_dtypes(
     input: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor, mask: Tensor | None
 ) -> None:
-    check_dtype("input", input)
+    check_operand("input", input)
     others = {"weight": weight, "bias": bias, "offset": offset, "mask": mask}
     given = {name: each for name, each in others.items() if each is not None}
     for name, each in given.items():
@@ -132,6 +132,7 @@ def _check_dtypes(
                 f"{name} has the dtype {each.dtype}, but must have {names}, as input has "
                 f"{input.dtype}: convert it"
             )
+        check_operand(name, each)
     check_together(input=input, **given)
 
 

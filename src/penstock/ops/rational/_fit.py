@@ -31,10 +31,24 @@ def fit(
         numerator_degree: The degree m.
         denominator_degree: The degree n.
         interval: Ends of the points.
+
+    Raises:
+        TypeError: `activation` is no function of tensors.
+        ValueError: It does not have a finite number for each point.
     """
+    if not callable(activation):
+        raise TypeError(
+            f"activation is {activation!r}, but must be a function of a tensor: pass "
+            "torch.nn.functional.gelu, for example"
+        )
     points = torch.linspace(*interval, _NUM_POINTS, dtype=torch.float64)
     with torch.no_grad():
         values = activation(points).double()
+    if values.shape != points.shape or not bool(values.isfinite().all()):
+        raise ValueError(
+            f"activation is not finite, elementwise, between {interval[0]} and {interval[1]}: pass "
+            "another interval or another activation"
+        )
     powers = points[:, None] ** torch.arange(numerator_degree + 1)
     roots = points.abs()[:, None] ** torch.arange(1, denominator_degree + 1)
     before, candidates = torch.ones_like(points), []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.ops._operands import check_dtype, check_together, sum_dtype
+from penstock.ops._operands import check_operand, check_together, sum_dtype
 from penstock.ops.rational._operator import rational_forward
 
 
@@ -56,7 +56,7 @@ def _check_operands(x: Tensor, numerator: Tensor, denominator: Tensor) -> int:
     """
     operands = {"x": x, "numerator": numerator, "denominator": denominator}
     for name, each in operands.items():
-        check_dtype(name, each)
+        check_operand(name, each)
     check_together(**operands)
     if x.dim() == 0 or numerator.dim() != 2 or denominator.dim() != 2:
         raise ValueError(

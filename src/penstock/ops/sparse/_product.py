@@ -20,7 +20,7 @@ _DEFAULT_BYTES = 64 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class ProductOperands:
     """Patterns of the operands and perhaps of a mask, with indices of one dtype, and a budget."""
 
     left: Rows
@@ -29,7 +29,9 @@ class Call:
     max_bytes: int
 
     @classmethod
-    def of(cls, left: Rows, right: Rows, mask: Rows | None, max_bytes: int | str | None) -> Call:
+    def of(
+        cls, left: Rows, right: Rows, mask: Rows | None, max_bytes: int | str | None
+    ) -> ProductOperands:
         """Return the patterns of a call."""
         budget = _DEFAULT_BYTES if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         if budget < 1:
@@ -46,14 +48,16 @@ class Call:
         return [each for rows in given for each in (rows.offsets, rows.columns)]
 
 
-def multiply(left_values: Tensor, right_values: Tensor, call: Call, layout: torch.layout) -> Tensor:
+def multiply(
+    left_values: Tensor, right_values: Tensor, call: ProductOperands, layout: torch.layout
+) -> Tensor:
     """Return the product, a sparse tensor, of operands whose stored entries have these values."""
     dtype = sum_dtype(left_values.dtype)
     sums = (
         call.left.sum_values(left_values.to(dtype)),
         call.right.sum_values(right_values.to(dtype)),
     )
-    found: Any = _Product.apply(*sums, call, left_values.dtype, layout)
+    found: Any = _ProductNode.apply(*sums, call, left_values.dtype, layout)
     return found
 
 
@@ -63,12 +67,17 @@ def assemble(result: Rows, values: Tensor, layout: torch.layout) -> Tensor:
     return found
 
 
-class _Product(torch.autograd.Function):
+class _ProductNode(torch.autograd.Function):
     """A product of values that are float32 or float64."""
 
     @staticmethod
     def forward(
-        ctx: Any, left: Tensor, right: Tensor, call: Call, dtype: torch.dtype, layout: torch.layout
+        ctx: Any,
+        left: Tensor,
+        right: Tensor,
+        call: ProductOperands,
+        dtype: torch.dtype,
+        layout: torch.layout,
     ) -> Tensor:
         """Return the product."""
         offsets, columns, values = _operator.find_product(
@@ -83,7 +92,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the operands' values."""
         left, right, offsets, columns = ctx.saved_tensors
-        call: Call = ctx.call
+        call: ProductOperands = ctx.call
         result = Rows(offsets, columns, call.left.num_rows, call.right.num_columns)
         dvalues = _read_gradient(gradients[0], result).to(left.dtype)
         rest = (call.mask is not None, call.max_bytes)

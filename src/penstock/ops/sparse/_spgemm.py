@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock.compat.autograd import is_dispatch_watched
-from penstock.ops._operands import sum_dtype
+from penstock.ops._operands import check_operand, sum_dtype
 from penstock.ops.sparse._operands import read_operand
 from penstock.ops.sparse._operator import spgemm_pattern, spgemm_values
-from penstock.ops.sparse._product import Call, assemble, multiply
+from penstock.ops.sparse._product import ProductOperands, assemble, multiply
 from penstock.ops.sparse._rows import Rows
 
 
@@ -80,7 +80,7 @@ def product_pattern(
     """
     (left, _), (right, _) = _read_both(a, b)
     of_mask = None if mask is None else _read_mask(mask, left, right)
-    return _find(Call.of(left, right, of_mask, max_bytes))
+    return _find(ProductOperands.of(left, right, of_mask, max_bytes))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,6 +134,7 @@ class ProductPattern:
             ("left_values", self.left, left_values),
             ("right_values", self.right, right_values),
         ):
+            check_operand(name, values)
             stored = rows.columns if rows.place is None else rows.place
             if values.shape != stored.shape:
                 raise ValueError(
@@ -179,22 +180,24 @@ def _multiply(
     pattern: ProductPattern | None,
     max_bytes: int | str | None,
 ) -> Tensor:
+    if pattern is not None and not isinstance(pattern, ProductPattern):
+        raise TypeError(f"pattern is {type(pattern).__name__}: make it by product_pattern(a, b)")
     if pattern is not None and mask is not None:
         raise ValueError("pattern has its mask in it: pass mask to product_pattern instead")
     (left, left_values), (right, right_values) = _read_both(a, b)
     if pattern is None:
-        call = Call.of(
+        call = ProductOperands.of(
             left, right, None if mask is None else _read_mask(mask, left, right), max_bytes
         )
-        if not is_dispatch_watched():
+        if not (is_dispatch_watched() or torch.compiler.is_compiling()):
             return multiply(left_values, right_values, call, a.layout)
-        pattern = _find(call)  # whoever watches sees operators
+        pattern = _find(call)  # made of operators, which are seen
     else:
         pattern.require(left, right)
     return assemble(pattern.result, pattern.multiply(left_values, right_values), a.layout)
 
 
-def _find(call: Call) -> ProductPattern:
+def _find(call: ProductOperands) -> ProductPattern:
     left, right = call.left, call.right
     offsets, columns = spgemm_pattern(call.tensors, right.num_columns, call.max_bytes)
     result = Rows(offsets.to(columns.dtype), columns, left.num_rows, right.num_columns)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from penstock.ops._operands import check_dtype, check_together
+from penstock.ops._operands import check_operand, check_together
 from penstock.ops.windows._geometry import Pair, Windows
 from penstock.ops.windows._unfold import check_images, kernels_for
 
@@ -117,7 +117,7 @@ def _filter(
         TypeError: The dtype of the weights is not known.
         ValueError: They are of another number of positions, or elsewhere.
     """
-    check_dtype(name, weight)
+    check_operand(name, weight)
     check_together(x=x, **{name: weight})
     height, width = weight.shape[2:4]
     if height == 0 or width == 0:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import name_kernels
-from penstock.ops._operands import check_dtype
+from penstock.ops._operands import check_operand
 from penstock.ops.windows import _native, _torch
 from penstock.ops.windows._geometry import Pair, Windows
 
@@ -67,7 +67,7 @@ def check_images(x: Tensor) -> None:
         TypeError: The dtype is another.
         ValueError: The dimensions are.
     """
-    check_dtype("x", x)
+    check_operand("x", x)
     if x.dim() != 4:
         raise ValueError(f"x has the shape {tuple(x.shape)}, but must be (N, C, H, W)")
 
