@@ -16,7 +16,7 @@ from penstock.errors import GraphFileError, InfeasibleError, PlanError
 from penstock.graph import StepGraph
 from penstock.memory import machine
 from penstock.partitioner import Partition, check, partition
-from penstock.partitioner._bound import bound_exchanged_bytes
+from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
 from penstock.partitioner._fold import find_groups
 from penstock.partitioner._level import make_level
 from penstock.partitioner._mesh import make_mesh
@@ -102,6 +102,7 @@ def compare(seed: int) -> bool:
     assert best.cost >= optimum * (1 - 1e-6)
     assert search.lower_bound <= optimum * (1 + 1e-6) + 1e-6
     assert bound_exchanged_bytes(model, devices, budget) <= best.exchanged_bytes + 1e-6
+    assert bound_by_levels(model, devices) <= best.exchanged_bytes + 1e-6
     return best.cost <= optimum * (1 + 1e-6) + 1e-6
 
 
@@ -174,6 +175,22 @@ def test_operators_without_a_rule_run_whole_and_are_named():
     found = plan(graph, 2)
     assert dict(found.unknown) == {"other.relu.default": 2 * 4 * 64}
     assert found.splits[1] == ("",)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_mesh_exchanges_less_than_the_bound(seed: int):
+    graph = random_network(seed)
+    axes = find_axes(graph)
+    model = Model(graph, axes, find_groups(graph, axes))
+    bounds = {}
+    for devices in (2, 3, 4, 6, 12):
+        search = SplitSearch(model, MACHINE, None)
+        search.run(devices)
+        least = min(each.exchanged_bytes for each in search.candidates)
+        bounds[devices] = bound_by_levels(model, devices)
+        assert bounds[devices] <= least + 1e-6
+        if devices in (2, 3):  # the least but for repeated work, which has a price
+            assert bounds[devices] >= 0.5 * least
 
 
 @pytest.mark.parametrize("devices", [0, 1, 2.0, "2"])

@@ -35,6 +35,21 @@ name_option = _kind_of_option(metavar="NAME")  # one of some
 number_option = _kind_of_option(metavar="N")  # a whole number
 hidden_option = _kind_of_option(hidden=True, min=1)  # a whole number that `--help` leaves out
 
+MODEL_ARGUMENT = typer.Argument(
+    metavar="MODEL",
+    help="A name such as gpt2 or llama-7b; a JSON file with a Transformers configuration "
+    "or a saved step graph; or module:function.",
+    show_default=False,
+)
+MACHINE_OPTION = typer.Option(
+    metavar="NAME",
+    help="v100-16gb-pcie3, a100-80gb, h100-80gb or h200. Default: this machine.",
+    show_default=False,
+)
+SAVE_GRAPH_OPTION = file_option(
+    "Write the captured step, as .json or .json.gz; it can be MODEL next time."
+)
+
 
 def add_command(
     app: typer.Typer,

@@ -12,7 +12,10 @@ import typer
 from penstock.cli._models import ModelOptions, load_graph
 from penstock.cli._options import (
     INTERRUPTED,
+    MACHINE_OPTION,
+    MODEL_ARGUMENT,
     NEEDS_VIZ,
+    SAVE_GRAPH_OPTION,
     file_option,
     number_option,
     size_option,
@@ -30,15 +33,7 @@ if TYPE_CHECKING:
 class PartitionOptions(ModelOptions):
     """The model, the devices, and what each of them holds."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A name such as gpt2 or llama-7b; a JSON file with a Transformers configuration "
-            "or a saved step graph; or module:function.",
-            show_default=False,
-        ),
-    ]
+    model: Annotated[str, MODEL_ARGUMENT]
     devices: Annotated[int, number_option("Ranks.", min=2)] = 8
     device_memory: Annotated[
         str | None,
@@ -47,23 +42,13 @@ class PartitionOptions(ModelOptions):
             "Default: as much as needed."
         ),
     ] = None
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="v100-16gb-pcie3, a100-80gb, h100-80gb or h200. Default: this machine.",
-            show_default=False,
-        ),
-    ] = None
+    machine: Annotated[str | None, MACHINE_OPTION] = None
     time_limit: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="Of the search.")
     ] = 60.0
     seed: Annotated[int, number_option("Of random choices.")] = 0
     save: Annotated[Path | None, file_option("Write the partition.")] = None
-    save_graph: Annotated[
-        Path | None,
-        file_option("Write the captured step, as .json or .json.gz; it can be MODEL next time."),
-    ] = None
+    save_graph: Annotated[Path | None, SAVE_GRAPH_OPTION] = None
     picture: Annotated[Path | None, file_option(f"Draw memory against exchange, {NEEDS_VIZ}")] = (
         None
     )

@@ -16,8 +16,11 @@ import typer
 from penstock.cli._models import ModelOptions, load_graph
 from penstock.cli._options import (
     INTERRUPTED,
+    MACHINE_OPTION,
+    MODEL_ARGUMENT,
     NEEDS_VIZ,
     OPEN_TRACE,
+    SAVE_GRAPH_OPTION,
     directory_option,
     file_option,
     name_option,
@@ -45,15 +48,7 @@ _SWEEP_SHARES = (
 class PlanOptions(ModelOptions):
     """The model, the machine, and the plan that is asked for."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A name such as gpt2 or llama-7b; a JSON file with a Transformers configuration "
-            "or a saved step graph; or module:function.",
-            show_default=False,
-        ),
-    ]
+    model: Annotated[str, MODEL_ARGUMENT]
     device_memory: Annotated[
         str | None,
         size_option(
@@ -67,14 +62,7 @@ class PlanOptions(ModelOptions):
     store: Annotated[str | None, directory_option("Directory on a fast local disk to swap to.")] = (
         None
     )
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="v100-16gb-pcie3, a100-80gb, h100-80gb or h200. Default: this machine.",
-            show_default=False,
-        ),
-    ] = None
+    machine: Annotated[str | None, MACHINE_OPTION] = None
     reorder: Annotated[bool, typer.Option(help="Operators may change their order.")] = True
     recompute: Annotated[bool, typer.Option(help="Operators may run again.")] = True
     method: Annotated[
@@ -93,10 +81,7 @@ class PlanOptions(ModelOptions):
         typer.Option("--sweep", help="Plan for less and less memory, until nothing fits."),
     ] = False
     save: Annotated[Path | None, file_option("Write the plan (of a sweep: its points).")] = None
-    save_graph: Annotated[
-        Path | None,
-        file_option("Write the captured step, as .json or .json.gz; it can be MODEL next time."),
-    ] = None
+    save_graph: Annotated[Path | None, SAVE_GRAPH_OPTION] = None
     trace: Annotated[Path | None, file_option(f"Write the step as a trace; {OPEN_TRACE}")] = None
     picture: Annotated[Path | None, file_option(f"Draw it {NEEDS_VIZ}")] = None
 

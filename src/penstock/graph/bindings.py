@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.errors import GraphFileError
 from penstock.graph.batches import constants_in, is_full_mask, tensors_in
-from penstock.graph.encoding import dtype_name, evaluate
+from penstock.graph.encoding import dtype_from_name, dtype_name, evaluate
 from penstock.graph.fsdp.shards import Shard, ShardedModel, local_of, sharded_like
 from penstock.graph.splitting.input_pieces import part_of_input
 from penstock.graph.step_graph import Kind, StepGraph, TensorView, views_in
@@ -166,6 +166,27 @@ class StateEntry(NamedTuple):
         """Put a tensor into the dictionary; return what `get` returns then."""
         self.holder()[self.key] = sharded_like(tensor, self.owner)
         return local_of(self.get_whole())
+
+    def take(self, graph: StepGraph) -> torch.Tensor:
+        """Return what `get` returns, laid out as in a graph; make state that does not exist.
+
+        Raises:
+            GraphFileError: It is laid out otherwise.
+        """
+        view, tensor = self.view, self.get()
+        if tensor is None:
+            assert self.owner is not None
+            device = self.owner.device if graph.num_bytes(view.value) else torch.device("cpu")
+            dtype = dtype_from_name(view.dtype)
+            made = torch.empty_strided(view.shape, view.stride, dtype=dtype, device=device)
+            return self.set(made.fill_(find_initial_fill(graph, self.name)))
+        if (tensor.stride(), tensor.storage_offset()) != (view.stride, view.offset):
+            raise GraphFileError(
+                f"{self.name} has strides {tensor.stride()} and offset {tensor.storage_offset()} "
+                f"and was captured with {view.stride} and {view.offset}: this graph is of another "
+                "model; capture this one"
+            )
+        return tensor
 
     def get_flat_shard(self) -> tuple[torch.Tensor, TensorView] | None:
         """Return the flat shard, with its padding, that a sharded parameter is a view of."""

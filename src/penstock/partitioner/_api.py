@@ -11,7 +11,7 @@ import numpy as np
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import MachineProfile, probe
-from penstock.partitioner._bound import bound_exchanged_bytes
+from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
 from penstock.partitioner._fold import find_groups
 from penstock.partitioner._mesh import PARTIAL, link_rate, share
 from penstock.partitioner._partition import Collective, FrontierPoint, Partition
@@ -141,7 +141,10 @@ def _assemble(
         seconds * share(split, step.mesh.sizes)
         for seconds, split in zip(operator_seconds(graph, machine), step.splits, strict=True)
     )
-    bound = bound_exchanged_bytes(model, devices, search.budget)
+    bound = max(
+        bound_exchanged_bytes(model, devices, search.budget),
+        bound_by_levels(model, devices, search.deadline),
+    )
     return Partition(
         graph_digest=graph.digest,
         mesh=step.mesh.sizes,

@@ -12,21 +12,40 @@ sum is added up by its readers; where these are linear, perhaps after other sums
 have a price p, shared by the operators that use a storage. The sum over operators of the least that
 each can cost, less p times the budget, is a lower bound for every p >= 0 (Lagrange relaxation of
 the budget, and of the agreement of operators on a placement). It holds for all meshes.
+
+That is next to nothing without a budget, where operators disagree freely. So there is a second
+bound, of operators that agree, but of one level at a time. Let C(k) be the least exchange of a
+split by a single level of k ranks, without a budget and without a price of repeated work: an
+optimum of the elimination. In a mesh of levels k_1, ..., k_m, forget all levels but one: what is
+left is a split by k_l ranks. A tensor of B bytes that changes its placement there costs B (N - K)
+in the mesh (`_mesh`), of which the part of level l is at least
+
+    w_l B (1 - 1/k_l) to gather,  w_l B/k_l (1 - 1/k_l) to trade,  w_l 2B (1 - 1/k_l) to add up,
+    w_l = product over the other levels m of 1/k_m,  and again over those with m < l:
+
+N has a factor 1/k_m where level m needs a split, and the part of level l another where level m is
+changed after it. So every mesh exchanges at least the sum over its levels of w_l C(k_l). (Products
+that other levels might leave without an axis to split are left out of C.)
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd, inf, prod
 
 import numpy as np
 
+from penstock.partitioner._elimination import Elimination
+from penstock.partitioner._level import make_level
+from penstock.partitioner._mesh import Mesh
 from penstock.partitioner._split import Model
 from penstock.partitioner.axes import OperatorAxes, Use, is_heavy
 
 _PRICES = (0.0, *(2.0**power for power in range(-6, 9)))
+_ROUNDING = 1e-9  # of sums of costs
 _MOST_SPLITS = 4096  # of an operator; one with more counts as free
 
 
@@ -60,6 +79,56 @@ def bound_exchanged_bytes(model: Model, devices: int, budget: int | None) -> flo
             model, members[0], ranks, prices, counted / np.maximum(users, 1)
         )
     return max(0.0, float(total.max()))
+
+
+def bound_by_levels(model: Model, devices: int, deadline: float = inf) -> float:
+    """Return a lower bound of the bytes that a rank receives in a step without a budget.
+
+    Args:
+        model: The step.
+        devices: Number of ranks.
+        deadline: By `time.monotonic`; 0 is returned where it passes.
+    """
+    skipped = frozenset(
+        group
+        for group, members in enumerate(model.groups.operators)
+        if is_heavy(model.graph.operators[members[0]].target)
+        and all(size % devices for size in model.axes.operators[members[0]].sizes)
+    )
+    least: dict[int, float] = {}
+    for k in (each for each in range(2, devices + 1) if devices % each == 0):
+        if time.monotonic() > deadline:
+            return 0.0
+        least[k] = _least_of_level(model, k, skipped)
+
+    def bound(left: int, before: int) -> float:
+        """Return the least over all ways to write what is left of the ranks as further levels."""
+        if left == 1:
+            return 0.0
+        return min(
+            k / devices / before * least[k] + bound(left // k, before * k)
+            for k in least
+            if left % k == 0
+        )
+
+    return bound(devices, 1)
+
+
+def _least_of_level(model: Model, k: int, skipped: frozenset[int]) -> float:
+    """Return C(k) without some groups of operators; 0 where it is not found exactly."""
+    mesh = Mesh((k,), (1.0,))
+    level = make_level(model, mesh, None, {}, skipped)
+    choices, num = level.choices, len(level.storages)
+    for group, members in enumerate(model.groups.operators):
+        if group in skipped:
+            continue
+        work = [model.repeated_work(members, each, mesh) for each in level.operators[group]]
+        choices.costs[num + group] -= work
+    elimination = Elimination(choices)
+    if not elimination.is_exact:
+        return 0.0
+    value, _ = elimination.solve(0.0, np.zeros(len(choices.num_options), dtype=int))
+    return max(0.0, value * (1 - _ROUNDING) - _ROUNDING)
 
 
 def _least_share(model: Model, storage: int, devices: int) -> float:

@@ -67,6 +67,7 @@ def make_level(
     mesh: Mesh,
     above: StepSplit | None,
     critical: Mapping[int, float],
+    skipped: frozenset[int] = frozenset(),
 ) -> Level:
     """Return the choices of the last level of a mesh.
 
@@ -75,6 +76,7 @@ def make_level(
         mesh: All levels up to this one.
         above: The split by the levels above; None at the first.
         critical: Operators at which bytes count, each with its weight.
+        skipped: Groups of operators that cost nothing.
     """
     groups = model.groups
     storages = tuple(
@@ -88,7 +90,7 @@ def make_level(
         choices.variable(len(options))
     level = Level(model, mesh, storages, operators, choices)
     _add_resident_bytes(level, critical)
-    for group in range(len(operators)):
+    for group in set(range(len(operators))) - skipped:
         _add_operator(level, group, critical)
     return level
 

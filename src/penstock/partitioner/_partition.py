@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import GraphFileError
-from penstock.graph.step_graph import DAMAGES, StepGraph, checksum
+from penstock.graph.saved import load_saved, read_saved
+from penstock.graph.step_graph import StepGraph, checksum
 from penstock.memory import MachineProfile
 from penstock.tables import report_table
 
@@ -170,28 +171,11 @@ class Partition:
         Raises:
             GraphFileError: It is something else, of another version, damaged, or for another graph.
         """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise GraphFileError(
-                f"this is no partition: its 'format' is not {FORMAT!r}; pass what "
-                "Partition.to_dict() returned or Partition.save() wrote"
-            )
-        if type(data.get("version")) is not int or data["version"] != VERSION:
-            raise GraphFileError(
-                f"this partition has version {data.get('version')!r} of the format and this "
-                f"Penstock reads version {VERSION}: partition again"
-            )
-        try:
-            content = {name: data[name] for name in data if name not in _HEADER}
-            partition = cls(**_decode(content))
-            found = checksum(content)
-        except DAMAGES as error:
-            fault = f"{type(error).__name__}: {error}"
-            raise GraphFileError(f"this partition is damaged ({fault}): partition again") from error
-        if found != data.get("checksum"):
-            raise GraphFileError(
-                "this partition is damaged: its content does not match its checksum; partition "
-                "again"
-            )
+
+        def make(each: Mapping[str, Any]) -> Partition:
+            return cls(**_decode({name: each[name] for name in each if name not in _HEADER}))
+
+        partition = read_saved(data, noun="partition", version=VERSION, make=make)
         if graph is not None and graph.digest != partition.graph_digest:
             raise GraphFileError(
                 f"this partition is for the graph {partition.graph_digest[:12]} and not for "
@@ -206,13 +190,7 @@ class Partition:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, graph: StepGraph | None = None) -> Partition:
         """Read what `save` wrote; `graph` and errors as of `from_dict`."""
-        try:
-            data = json.loads(Path(path).read_bytes())
-        except DAMAGES as error:
-            raise GraphFileError(
-                f"{os.fspath(path)!r} is no partition or is damaged ({error}): partition again"
-            ) from error
-        return cls.from_dict(data, graph=graph)
+        return cls.from_dict(load_saved(path, "partition"), graph=graph)
 
 
 def _decode(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def _axis(use: Use, axis: int) -> int:
 
 
 def _form_of(use: Use) -> Use:
-    return dataclasses.replace(use, storage=0)
+    return dataclasses.replace(use, storage=0, offset=0)
 
 
 def _find_table(

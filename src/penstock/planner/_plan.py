@@ -16,7 +16,8 @@ from typing import Any
 
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph, split
-from penstock.graph.step_graph import DAMAGES, checksum
+from penstock.graph.saved import load_saved, read_saved
+from penstock.graph.step_graph import checksum
 from penstock.memory import Link, MachineProfile, Tier
 from penstock.planner._live_ranges import columns_of, occupied_bytes
 from penstock.planner._plan_records import Bound, Budget, Copy, Placement, Transfer
@@ -24,7 +25,6 @@ from penstock.tables import report_table
 
 FORMAT = "penstock-plan"
 VERSION = 3
-_HEADER = ("format", "version", "checksum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,29 +232,11 @@ class Plan:
         Raises:
             GraphFileError: It is something else, of another version, damaged, or for another graph.
         """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise GraphFileError(
-                f"this is no plan: its 'format' is not {FORMAT!r}; pass what Plan.to_dict() "
-                "returned or Plan.save() wrote"
-            )
-        if type(data.get("version")) is not int or data["version"] != VERSION:
-            raise GraphFileError(
-                f"this plan has version {data.get('version')!r} of the format and this Penstock "
-                f"reads version {VERSION}: plan again"
-            )
-        try:
-            plan = cls(**_decode_fields(data))
-            found = checksum({name: data[name] for name in data if name not in _HEADER})
-            is_damaged = plan.peak_device_bytes != data.get("peak_device_bytes")
-        except DAMAGES as error:
-            fault = f"{type(error).__name__}: {error}"
-            raise GraphFileError(f"this plan is damaged ({fault}): plan again") from error
-        if is_damaged or found != data.get("checksum"):
-            raise GraphFileError(
-                "this plan is damaged: its content does not match its checksum"
-                + ("" if "checksum" in data else ", which is missing")
-                + "; plan again"
-            )
+        plan = read_saved(
+            data, noun="plan", version=VERSION, make=lambda each: cls(**_decode_fields(each))
+        )
+        if plan.peak_device_bytes != data.get("peak_device_bytes"):
+            raise GraphFileError("this plan is damaged: its peak is another one; plan again")
         if graph is not None and graph.digest != plan.graph_digest:
             raise GraphFileError(_for_another(plan.graph_digest, graph.digest))
         return plan
@@ -266,13 +248,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, graph: StepGraph | None = None) -> Plan:
         """Read what `save` wrote; `graph` and errors as of `from_dict`."""
-        try:
-            data = json.loads(Path(path).read_bytes())
-        except DAMAGES as error:
-            raise GraphFileError(
-                f"{os.fspath(path)!r} is no plan or is damaged ({error}): plan again"
-            ) from error
-        return cls.from_dict(data, graph=graph)
+        return cls.from_dict(load_saved(path, "plan"), graph=graph)
 
 
 def _for_another(planned: str, given: str) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from penstock.graph.encoding import dtype_from_name
 from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
 from penstock.partitioner.axes._rules import AxisRule, LabelledView, find_rule
 from penstock.partitioner.axes._table import WHOLE
@@ -38,6 +39,7 @@ class Use:
         sums: Axes of the operator over which results are added up.
         halo: For each axis of the operator the share of the view that a rank needs beyond its
             piece.
+        offset: Where a view that shows a part begins in the storage: it tells parts apart.
     """
 
     storage: int
@@ -46,6 +48,7 @@ class Use:
     blocked: frozenset[int] = frozenset()
     sums: frozenset[int] = frozenset()
     halo: tuple[float, ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +116,10 @@ class _StorageCuts:
             storage = self.storage(view)
             if len(dtypes[storage]) == 1 and self.graph.storages[storage].num_bytes:
                 self._add_view(storage, view)
-        for storage, cuts in enumerate(self.cuts):
-            elements = max(1, cuts[-1])
-            self.item_bytes[storage] = max(1, graph.storages[storage].num_bytes // elements)
+        for storage, (cuts, names) in enumerate(zip(self.cuts, dtypes, strict=True)):
+            num_bytes = graph.storages[storage].num_bytes // max(1, cuts[-1])
+            known = [dtype_from_name(name).itemsize for name in names]
+            self.item_bytes[storage] = known[0] if len(known) == 1 else max(1, num_bytes)
 
     def storage(self, view: TensorView) -> int:
         return self.graph.storage_of_value[view.value]
@@ -274,6 +278,7 @@ def _use(
         axes.append(place[unit * low])
         halo.append(dict(operand.halo).get(letter, 0) / view.shape[dim])
     shown, covered = _find_shown(view, place)
+    blocked = frozenset(range(len(own) - 1)) - covered
     return Use(
         storage=storage,
         num_bytes=min(
@@ -281,9 +286,10 @@ def _use(
             cuts.graph.storages[storage].num_bytes,
         ),
         axis_of_loop=tuple(axes),
-        blocked=frozenset(range(len(own) - 1)) - covered,
+        blocked=blocked,
         sums=frozenset(i for i, (letter, _, _) in enumerate(loops) if letter in operand.sums),
         halo=tuple(halo),
+        offset=view.offset if blocked else 0,
     )
 
 

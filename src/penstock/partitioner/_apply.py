@@ -1,0 +1,295 @@
+"""Execution of a partition: DTensors for what lasts, and each rank's own step on their pieces.
+
+Parameters, buffers and the optimizer's state become DTensors with the partition's placements, which
+checkpoints and `full_tensor()` know. The step itself is each rank's own step graph, whose
+collectives are those that the partition says: what DTensor would choose operator by operator is
+another plan, and has no strategy for many operators.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from penstock.errors import PenstockError, PlanError
+from penstock.graph.bindings import (
+    StateEntry,
+    bind_batch,
+    bind_group_tensors,
+    bind_numbers,
+    find_entries,
+    find_initial_fill,
+)
+from penstock.graph.encoding import dtype_from_name
+from penstock.graph.fsdp.shards import ShardedModel, is_sharded
+from penstock.graph.reference import ReferenceRun
+from penstock.graph.step_graph import StepGraph
+from penstock.partitioner._layout import cut_tensor, torch_placements
+from penstock.partitioner._mesh import PARTIAL, REPLICATED, Placement
+from penstock.partitioner._partition import Partition
+from penstock.partitioner._rank import RankStep, write_rank
+from penstock.partitioner._rank_builder import RankExchange
+from penstock.partitioner.axes import find_axes
+
+
+def apply(
+    partition: Partition,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    graph: StepGraph,
+    optimizer: torch.optim.Optimizer,
+    loss: object = None,
+) -> PartitionedStep:
+    """Put a partition into effect: distribute model and optimizer, and return this rank's step.
+
+    Called by every rank, as torchrun starts them. Parameters and buffers, and the optimizer's
+    state, become DTensors; what rank 0 has of them counts. The optimizer's groups hold the new
+    parameters.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", found.mesh)  # doctest: +SKIP
+        >>> step = penstock.partitioner.apply(  # doctest: +SKIP
+        ...     found, model, mesh, graph=graph, optimizer=optimizer
+        ... )
+        >>> for batch in batches:  # doctest: +SKIP
+        ...     loss = step(batch)
+
+    Args:
+        partition: A partition of the step of this model and optimizer.
+        model: The model, whole on every rank; unmodified but for its parameters.
+        mesh: Ranks, in the levels of the partition: `init_device_mesh("cuda", partition.mesh)`.
+        graph: The step that was partitioned.
+        optimizer: Its optimizer; state that does not exist yet is made, in pieces.
+        loss: The loss, if it is a module with parameters or buffers.
+
+    Returns:
+        The step: `loss = step(batch)`, with the batch of all ranks together on each of them.
+
+    Raises:
+        ValueError: The mesh has other levels than the partition, or the rank is not in it.
+        PlanError: The partition is for another graph (rule `"graph"`), or an operator cannot run
+            on pieces, or a tensor rest in them: the message names it (`"operator"`,
+            `"placement"`). Nothing has been distributed.
+        GraphFileError: The graph is of another model or optimizer.
+    """
+    sizes = tuple(mesh.mesh.shape)
+    coordinates = mesh.get_coordinate()
+    if sizes != partition.mesh or coordinates is None:
+        place = "is not in it" if coordinates is None else f"has {sizes}"
+        raise ValueError(
+            f"the partition is for a mesh of {partition.mesh} ranks and this rank's mesh {place}: "
+            f"pass init_device_mesh(device, {partition.mesh}), on {partition.devices} ranks"
+        )
+    names = tuple(mesh.get_group(level).group_name for level in range(len(sizes)))
+    rank = write_rank(graph, partition, tuple(coordinates), names)
+    distribution = _Distribution(graph, partition, rank, mesh)
+    entries = find_entries(graph, model, loss, optimizer, ShardedModel(nn.Module()))
+    placed = {each.name: distribution.placements(each.name) for each in entries}
+    distribution.run(entries, placed, optimizer)
+    if any(each.random for each in graph.operators):
+        _share_random_state()
+    entries = find_entries(rank.graph, model, loss, optimizer, ShardedModel(nn.Module()))
+    return PartitionedStep(partition, rank, distribution, entries, optimizer)
+
+
+class PartitionedStep:
+    """This rank's part of a training step over several devices; `apply` makes it.
+
+    Attributes:
+        partition: The partition.
+        graph: This rank's step graph.
+        exchanges: Its collectives, with the bytes that this rank receives.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        rank: RankStep,
+        distribution: _Distribution,
+        entries: list[StateEntry],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.partition = partition
+        self.graph = rank.graph
+        self.exchanges: tuple[RankExchange, ...] = rank.exchanges
+        self._distribution = distribution
+        self._entries = entries
+        self._optimizer = optimizer
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Bytes that this rank receives in a step."""
+        return sum(each.num_bytes for each in self.exchanges)
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Train on a batch, which is that of all ranks together; return its loss.
+
+        Raises:
+            ValueError: The batch has another form than the captured one.
+            GraphFileError: Model or optimizer are not as they were captured.
+            PenstockError: A collective has failed, as when another rank has ended.
+        """
+        whole = bind_batch(self._distribution.graph, batch)
+        tensors = {name: self._distribution.cut(name, each) for name, each in whole.items()}
+        tensors |= {each.name: each.take(self.graph) for each in self._entries}
+        tensors |= bind_group_tensors(self.graph, self._optimizer)
+        numbers = bind_numbers(self.graph, self._optimizer)
+        try:
+            return ReferenceRun(self.graph, tensors, numbers).run()
+        except (distributed.DistError, RuntimeError) as error:
+            if not _is_of_collective(error):
+                raise
+            raise PenstockError(
+                f"a collective of the step failed on rank {distributed.get_rank()}: {error}; "
+                "another rank may have ended: start all ranks again from the last checkpoint"
+            ) from error
+
+
+class _Distribution:
+    """The pieces of a model's and an optimizer's tensors."""
+
+    def __init__(
+        self, graph: StepGraph, partition: Partition, rank: RankStep, mesh: DeviceMesh
+    ) -> None:
+        self.graph = graph
+        self.rank = rank
+        self.mesh = mesh
+        self.sizes = partition.mesh
+        self.cuts = find_axes(graph).cuts
+        self._strides = partition.placements
+        coordinates = mesh.get_coordinate()
+        assert coordinates is not None
+        self.coordinates = tuple(coordinates)
+
+    def storage(self, name: str) -> int:
+        """Return the storage of a tensor of the step."""
+        return self.graph.storage_of_value[self.graph.tensors[name].value]
+
+    def placement(self, name: str) -> Placement:
+        """Return the placement of a tensor, by axes of its storage."""
+        cuts = self.cuts[self.storage(name)]
+        return tuple(
+            cuts.index(stride) if stride > 0 else PARTIAL if stride else REPLICATED
+            for stride in self._strides[self.storage(name)]
+        )
+
+    def placements(self, name: str) -> tuple[Any, ...]:
+        """Return it in DTensor's words."""
+        cuts, view = self.cuts[self.storage(name)], self.graph.tensors[name]
+        found = torch_placements(name, view, cuts, self.placement(name), self.sizes)
+        if sum(not (each.is_replicate() or type(each) is Shard) for each in found) > 1:
+            self._check_gathering(name, found)
+        return found
+
+    def _check_gathering(self, name: str, placements: tuple[Any, ...]) -> None:
+        """Refuse what DTensor would gather in a wrong order: some shards that are strided twice."""
+        view = self.graph.tensors[name]
+        whole = torch.arange(prod(view.shape), device=self.mesh.device_type).view(view.shape)
+        made = self._wrap(name, self.cut(name, whole), placements)
+        if not torch.equal(made.full_tensor(), whole):
+            raise PlanError(
+                f"{name} is split at rest within a dimension at several levels, {placements}, "
+                "which DTensor does not put together again; partition with another method=, or "
+                "over another number of devices",
+                rule="placement",
+            )
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor."""
+        if not self.graph.num_bytes(self.graph.tensors[name].value):
+            return tensor
+        view, part = self.graph.tensors[name], self.rank.graph.tensors[name]
+        cuts, placement = self.cuts[self.storage(name)], self.placement(name)
+        return cut_tensor(tensor, view, part, cuts, placement, self.sizes, self.coordinates)
+
+    def run(
+        self,
+        entries: list[StateEntry],
+        placements: dict[str, tuple[Any, ...]],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Put DTensors into model and optimizer."""
+        made: dict[int, DTensor] = {}
+        replaced: dict[int, nn.Parameter] = {}
+        new_state: dict[nn.Parameter, dict[str, Any]] = {}
+        for entry in entries:
+            old, storage = entry.get_whole(), self.storage(entry.name)
+            if entry.owner is not None:
+                new = self._state(entry, placements[entry.name])
+                owner = replaced.get(id(entry.owner), entry.owner)
+                new_state.setdefault(owner, {})[entry.key] = new  # pyright: ignore
+                continue
+            assert old is not None
+            if not self.graph.num_bytes(self.graph.tensors[entry.name].value):
+                continue
+            if storage not in made or made[storage].shape != old.shape:
+                made[storage] = self._distribute(entry.name, old, placements[entry.name])
+            new = made[storage]
+            if isinstance(old, nn.Parameter):
+                new = replaced.setdefault(
+                    id(old), nn.Parameter(new, requires_grad=old.requires_grad)
+                )
+            entry.holder()[entry.key] = new
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(id(each), each) for each in group["params"]]
+        rest = {
+            replaced.get(id(parameter), parameter): dict(state)
+            for parameter, state in optimizer.state.items()
+        }
+        optimizer.state.clear()
+        for parameter, state in (*rest.items(), *new_state.items()):
+            optimizer.state.setdefault(parameter, {}).update(state)
+
+    def _distribute(self, name: str, tensor: torch.Tensor, placements: tuple[Any, ...]) -> DTensor:
+        """Return a tensor of the user's as a DTensor: what rank 0 has counts."""
+        if is_sharded(tensor):
+            tensor = tensor.full_tensor()  # pyright: ignore
+        whole = tensor.detach()
+        distributed.broadcast(whole, src=int(self.mesh.mesh.flatten()[0]))
+        return self._wrap(name, self.cut(name, whole), placements)
+
+    def _wrap(self, name: str, local: torch.Tensor, placements: tuple[Any, ...]) -> DTensor:
+        view = self.graph.tensors[name]
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(view.shape),
+            stride=view.stride,
+        )
+
+    def _state(self, entry: StateEntry, placements: tuple[Any, ...]) -> Any:
+        """Return state in its placement; state that does not exist yet is made in pieces."""
+        name, old = entry.name, entry.get_whole()
+        is_number = not self.graph.num_bytes(self.graph.tensors[name].value)
+        if old is not None:
+            return old if is_number else self._distribute(name, old, placements)
+        part = self.rank.graph.tensors[name]
+        device = torch.device("cpu") if is_number else entry.owner.device  # pyright: ignore
+        local = torch.empty_strided(
+            part.shape, part.stride, dtype=dtype_from_name(part.dtype), device=device
+        ).fill_(find_initial_fill(self.graph, name))
+        return local if is_number else self._wrap(name, local, placements)
+
+
+def _share_random_state() -> None:
+    """Give all ranks the random numbers of rank 0: each draws those of all, and keeps its own."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    distributed.broadcast_object_list(states, src=0)
+    torch.set_rng_state(states[0])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[1])
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection", "socket", "process group"))

@@ -1,0 +1,172 @@
+"""Models that ranks train by a partition, and the comparison with one process that trains alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional
+
+import penstock
+from penstock.graph import StepGraph
+from penstock.memory import machine
+from penstock.partitioner import Partition, apply, check, partition
+
+NUM_STEPS = 5
+NAMES = {
+    "all_gather": "all_gather_into_tensor",
+    "all_to_all": "all_to_all_single",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_reduce": "all_reduce",
+}
+"""Of collectives, in torch's words."""
+
+
+class Words(nn.Module):
+    """A transformer block between an embedding and a head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=dropout)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.words(tokens)))
+
+
+class Cell(nn.Module):
+    """A recurrent cell over three time steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, steps: torch.Tensor) -> torch.Tensor:
+        hidden = steps.new_zeros(steps.shape[1], 8)
+        state = hidden.clone()
+        for each in steps:
+            hidden, state = self.cell(each, (hidden, state))
+        return self.head(hidden)
+
+
+def square(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def next_words(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    targets = batch.clone()
+    targets[0, :2] = -100  # not all ranks have as many
+    return functional.cross_entropy(output.view(-1, 16), targets.view(-1))
+
+
+def make(name: str) -> tuple[nn.Module, Any, Callable[[Any, Any], torch.Tensor]]:
+    """A model, its batch and its loss."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        layers = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)
+        return nn.Sequential(*layers), torch.randn(12, 8), square
+    if name == "cnn":
+        layers = (
+            *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+        )
+        return nn.Sequential(*layers), torch.randn(4, 3, 8, 8), square
+    if name == "cell":
+        return Cell(), torch.randn(3, 4, 8), square
+    words = Words(dropout=0.1 if name == "dropout" else 0.0)
+    return words, torch.randint(16, (4, 6)), next_words
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train_alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and the state of a process that trains alone."""
+    model, batch, loss = make(name)
+    optimizer, losses = make_optimizer(model), []
+    torch.manual_seed(5)
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        found = loss(model(batch), batch)
+        found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    return losses, copy.deepcopy(model.state_dict())
+
+
+class Case(NamedTuple):
+    """A step and its partition, as ranks are given them."""
+
+    name: str
+    method: str
+    graph: StepGraph
+    partition: Partition
+
+
+def make_case(name: str, method: str, num_ranks: int) -> Case:
+    """A model's step, split in some way."""
+    model, batch, loss = make(name)
+    graph = penstock.capture(model, make_optimizer(model), batch, loss=loss)
+    graph = dataclasses.replace(graph, captured=None)
+    found = partition(graph, devices=num_ranks, machine=machine("h100-80gb"), method=method)
+    check(graph, found)
+    return Case(name, method, graph, found)
+
+
+def train_together(case: Case) -> dict[str, Any]:
+    """What a rank sees of a partitioned training."""
+    name, _, graph, found = case
+    model, batch, _ = make(name)
+    optimizer = make_optimizer(model)
+    if distributed.get_rank():
+        with torch.no_grad():
+            for each in model.parameters():
+                each.zero_()  # what rank 0 has counts
+    mesh = init_device_mesh("cpu", found.mesh)
+    step = apply(found, model, mesh, graph=graph, optimizer=optimizer)
+    torch.manual_seed(5)
+    losses = [step(batch).item() for _ in range(NUM_STEPS - 1)]
+    with CommDebugMode() as counted:
+        losses.append(step(batch).item())
+    counts = {str(name).rpartition(".")[2]: num for name, num in counted.get_comm_counts().items()}
+    kinds = {NAMES[kind]: num for kind, (num, _) in found.count_collectives().items()}
+    state = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in model.state_dict().items()
+    }
+    shards = [each.placements[0].is_shard() for each in model.parameters()]  # pyright: ignore
+    return {
+        "losses": losses,
+        "state": state,
+        "collectives": (kinds, counts),
+        "bytes": (found.exchanged_bytes, step.exchanged_bytes),
+        "splits": sum(shards),
+    }
+
+
+def refuse_mesh(case: Case) -> str:
+    """The error of a mesh with other levels."""
+    model, _, _ = make(case.name)
+    mesh = init_device_mesh("cpu", (1, distributed.get_world_size()))
+    try:
+        apply(case.partition, model, mesh, graph=case.graph, optimizer=make_optimizer(model))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def run_cases(cases: list[Case], folder: Path) -> list[Any]:
+    """Train each case on the ranks of this process's group."""
+    distributed.init_process_group("gloo")
+    return [*map(train_together, cases), refuse_mesh(cases[0])]
