@@ -156,33 +156,10 @@ def quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def interpreter_of_triton() -> Iterator[None]:
-    """Triton's interpreter with bounds of loops that are loaded, and without needless work.
+    """Triton's interpreter without needless work; see `quick_interpreter.py`."""
+    from quick_interpreter import quick_interpreter
 
-    NumPy 2.4 makes no int of an array of one number, which is what such a bound is there. Each call
-    of a function by a kernel patches `triton.language` again, as the launch of the kernel has done:
-    that is a third of the time.
-    """
-    from triton import language
-    from triton.runtime import interpreter
-
-    set_attr, patch_language = interpreter._LangPatchScope.set_attr, interpreter._patch_lang
-
-    def set_with_item(scope, target, name, value) -> None:
-        if name == "__index__":
-            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
-        set_attr(scope, target, name, value)
-
-    def patch_once(function):
-        modules = (language, language.core)
-        named = [
-            each for each in modules if any(each is it for it in function.__globals__.values())
-        ]
-        is_patched = not any(language.core.is_builtin(module.load) for module in named)
-        return None if is_patched else patch_language(function)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter._LangPatchScope, "set_attr", set_with_item)
-        patch.setattr(interpreter, "_patch_lang", patch_once)
+    with quick_interpreter():
         yield
 
 

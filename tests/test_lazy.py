@@ -10,6 +10,12 @@ import penstock
 from fork_servers import find_python
 
 PACKAGE = Path(penstock.__file__).parent
+# Those of Transformers import it themselves.
+WITHOUT_DYNAMO = [
+    ".".join(path.relative_to(PACKAGE.parent).parts[:-1])
+    for path in sorted(PACKAGE.rglob("__init__.py"))
+    if "transformers" not in path.parts
+]
 LAZY = [
     ".".join(path.relative_to(PACKAGE.parent).parts[:-1])
     for path in sorted(PACKAGE.rglob("__init__.py"))
@@ -45,3 +51,10 @@ def test_everything_can_be_imported_at_once():
         [find_python("torch"), "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("penstock.planner")
+
+
+def test_no_package_imports_the_compiler_of_torch():
+    """Dynamo takes longer to import than torch itself."""
+    program = f"import sys\nfor name in {WITHOUT_DYNAMO}:\n    __import__(name)\n"
+    program += "    assert 'torch._dynamo' not in sys.modules, name\n"
+    subprocess.run([find_python("torch"), "-c", program], check=True)

@@ -124,3 +124,43 @@ def test_frames_can_be_kept_from_dynamo():
         return x
 
     assert dynamo.skip_frames(function)
+
+
+def test_a_constant_is_marked_as_torch_does():
+    def ours() -> bool:
+        return True
+
+    def theirs() -> bool:
+        return True
+
+    assert dynamo.mark_constant(ours) is ours
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(ours) == vars(theirs) != {}
+
+
+def _add_two(x: torch.Tensor) -> torch.Tensor:
+    return _add_one(_add_one(x))
+
+
+def _add_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_what_runs_uncompiled_breaks_the_graph_and_says_why():
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> object:
+        graphs.append([node.name for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    add = dynamo.run_uncompiled(reason="it is a test")(_add_two)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return add(x * 2) - 3
+
+    compiled = torch.compile(function, backend=keep)
+    assert compiled(torch.ones(3)).tolist() == [1.0] * 3
+    assert graphs == [["mul"], ["sub"]]  # neither it nor what it calls
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="reason: it is a test"):
+        torch.compile(function, backend=keep, fullgraph=True)(torch.ones(3))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.codegen import count_bytes
+from penstock.codegen import ByteCount, TritonLaunch, count_bytes
 from penstock.ops import product_pattern, spgemm
 from penstock.ops.deform import _operator as deform_operator
 from penstock.ops.deform import _torch as deform_torch
@@ -60,20 +60,24 @@ def test_products_and_their_bytes(shape, index: torch.dtype, has_mask: bool):
     of = (pattern.left, pattern.right, pattern.result)
     values = (a.values(), b.values())
     floats = tuple(each.float() for each in values)
-    found = sparse.multiply(*of, *floats, has_mask, 1000)
+    counts: list[ByteCount] = []
+
+    def run(each: TritonLaunch) -> None:
+        counts.append(count_bytes(each))
+
+    found = sparse.multiply(*of, *floats, has_mask, 1000, run=run)
     expected = sparse_torch.multiply(*of, *values, has_mask, 1000)
     assert error(found, expected) < TOLERANCES[FLOAT]
     dvalues = torch.randn(len(found), dtype=torch.float64)
-    grads = sparse.differentiate(dvalues.float(), *of, *floats, has_mask, 1000)
+    grads = sparse.differentiate(dvalues.float(), *of, *floats, has_mask, 1000, run=run)
     exact = sparse_torch.differentiate(dvalues, *of, *values, has_mask, 1000)
     for each, wanted in zip(grads, exact, strict=True):
         assert error(each, wanted) < TOLERANCES[FLOAT]
     pairs = (a.to_dense() != 0).float() @ (b.to_dense() != 0).float()
     num_found = int(pairs.sum() if mask is None else (pairs * (mask.to_dense() != 0)).sum())
     samplings = [plan_values(*of, *floats), *plan_gradients(dvalues.float(), *of, *floats)]
-    for sampling in samplings:
+    for sampling, counted in zip(samplings, counts, strict=True):
         if len(sampling.pattern.columns):
-            counted = count_bytes(lambda s=sampling: s.compute(lambda each: each()))
             assert counted == count_sampling(sampling, num_found)
 
 
@@ -82,7 +86,7 @@ def test_the_operator_of_products_takes_the_kernel(monkeypatch: pytest.MonkeyPat
     a, b = (draw(9, 9, 0.4, seed).float().requires_grad_() for seed in (0, 1))
     expected = spgemm(a, b)
     exact = torch.autograd.grad(expected.to_dense().sum(), (a, b))
-    monkeypatch.setattr(sparse_operator, "_kernels_for", lambda _: sparse)
+    monkeypatch.setattr(sparse_operator, "kernels_for", lambda _: sparse)
     found = spgemm(a, b)
     assert torch.equal(found.col_indices(), expected.col_indices())
     assert error(found.values().detach(), expected.values().detach()) < TOLERANCES[FLOAT]

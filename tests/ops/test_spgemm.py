@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.ops import product_pattern, spgemm
 from penstock.ops.sparse import _native, _rows
 from penstock.ops.sparse._operands import read_operand
-from penstock.ops.sparse._operator import spgemm_gradients, spgemm_product, spgemm_values
+from penstock.ops.sparse._operator import spgemm_gradients, spgemm_pattern, spgemm_values
 
 TOLERANCES = {  # of norms, relative: sums of tens of products
     torch.float64: 1e-14,
@@ -237,7 +237,7 @@ def test_the_operators_keep_the_rules_of_torch(path: str):
     arguments = (values[2], *values[:2], indices, 9, False, 1000)
     detached = tuple(each.detach() if isinstance(each, Tensor) else each for each in arguments)
     torch.library.opcheck(spgemm_gradients, detached, test_utils=tests)
-    torch.library.opcheck(spgemm_product, (*values[:2], indices[:4], 9, 1000), test_utils=tests)
+    torch.library.opcheck(spgemm_pattern, (indices[:4], 9, 1000), test_utils=tests)
 
 
 def test_compiled_graphs_have_the_values_whole(path: str):

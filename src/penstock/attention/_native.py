@@ -23,6 +23,7 @@ from penstock.attention._operands import (
     with_whole_rows,
 )
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library
+from penstock.compat.dynamo import mark_constant
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 _FILES = ("tiles.cpp", "blocks.cpp", "query_pass.cpp", "key_pass.cpp")
@@ -31,7 +32,7 @@ _pack = struct.Struct("21P27q12q3qd").pack  # `struct Call` of `blocks.cpp`
 _SWEEP_PRODUCTS, _TWO_PASS_PRODUCTS = 5, 7
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def is_available() -> bool:
     """Return whether the kernels can be built, or were."""
     return _library() is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.attention import _native, _torch
 from penstock.attention._layout import Layout
+from penstock.compat.dynamo import mark_constant
 
 
 class Path(NamedTuple):
@@ -60,12 +61,12 @@ def _explain(name: str, q: Tensor) -> str:
     return reasons.get(name, "its device has no kernel")
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def _has_wide_registers() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def _has_triton() -> bool:
     return find_spec("triton") is not None
 

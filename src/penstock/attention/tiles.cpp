@@ -4,7 +4,7 @@
 // dQ, keys for dK and dV), so that maxima, sums and masks are those of lanes, with no sum across
 // them. Only the block that stays is transposed, once; blocks that pass are read as they lie.
 //
-// A panel is kVecs vectors of tokens that stay. A product computes kRows rows of a panel in
+// A panel is kVecs vectors of tokens that stay. A product computes some rows of a panel in
 // registers:
 //
 //     c[r][lane] (+)= sum_t a(r, t) b[t][lane]
@@ -16,32 +16,45 @@ namespace {
 
 constexpr int kVecs = 2;       // vectors of a panel
 constexpr int64_t kGroup = 8;  // rows of a block that passes are padded to whole groups
+// Rows of a product: two vectors of each, those of the panel and one of the other operand fill most
+// registers, and are enough sums for two additions in each cycle that take four.
 #ifdef __AVX512F__
-constexpr int kRows = 8;  // rows of a product: two vectors of each fill half of the registers
+constexpr int kRows = 8;
 #else
-constexpr int kRows = 4;
+constexpr int kRows = 6;
 #endif
+constexpr int kFewRows = 4;  // of products that make a whole group of what is left
 
-// Compute kRows rows of a panel. `Along`: a(r, t) is a[r * a_stride + t]; else a[t * a_stride + r].
-template <class Real, int Vecs, bool Along, bool Adds>
+// Call `body(size, r)` with pieces of rows [first, end), whole groups, of kRows or kFewRows.
+template <class Body>
+inline void for_rows(int64_t first, int64_t end, Body body) {
+  // Of 6 n + 4 rows one piece has four, of 6 n + 2 two: whole groups have more than two rows.
+  const int64_t few = kRows == 8 ? 0 : (kRows - (end - first) % kRows) / 2 % 3;
+  int64_t r = first;
+  for (; r < end - few * kFewRows; r += kRows) body(std::integral_constant<int, kRows>(), r);
+  for (; r < end; r += kFewRows) body(std::integral_constant<int, kFewRows>(), r);
+}
+
+// Compute `Count` rows of a panel. `Along`: a(r, t) is a[r * a_stride + t]; else a[t * a_stride + r].
+template <class Real, int Count, int Vecs, bool Along, bool Adds>
 inline void multiply_rows(const Real* a, int64_t a_stride, const Real* b, int64_t b_stride, Real* c,
                           int64_t c_stride, int64_t steps) {
   constexpr int kCount = Lanes<Real>::kCount;
-  Vec<Real> sums[kRows][Vecs] = {};
+  Vec<Real> sums[Count][Vecs] = {};
   if constexpr (Adds) {
-    UNROLLED for (int r = 0; r < kRows; ++r)
+    UNROLLED for (int r = 0; r < Count; ++r)
       UNROLLED for (int i = 0; i < Vecs; ++i)
         sums[r][i] = load_vec<Real>(c + r * c_stride + i * kCount);
   }
   for (int64_t t = 0; t < steps; ++t) {
     Vec<Real> right[Vecs];
     UNROLLED for (int i = 0; i < Vecs; ++i) right[i] = load_vec<Real>(b + t * b_stride + i * kCount);
-    UNROLLED for (int r = 0; r < kRows; ++r) {
+    UNROLLED for (int r = 0; r < Count; ++r) {
       const Real left = Along ? a[r * a_stride + t] : a[t * a_stride + r];
       UNROLLED for (int i = 0; i < Vecs; ++i) sums[r][i] += left * right[i];
     }
   }
-  UNROLLED for (int r = 0; r < kRows; ++r)
+  UNROLLED for (int r = 0; r < Count; ++r)
     UNROLLED for (int i = 0; i < Vecs; ++i)
       store_vec<Real>(c + r * c_stride + i * kCount, sums[r][i]);
 }
@@ -51,20 +64,27 @@ template <class Real>
 inline void multiply_into_scores(const Real* rows, int64_t stride, const Real* stays, Real* scores,
                                  int64_t dim, int64_t first, int64_t end) {
   constexpr int64_t kWidth = kVecs * Lanes<Real>::kCount;
-  for (int64_t r = first; r < end; r += kRows)
-    multiply_rows<Real, kVecs, true, false>(rows + r * stride, stride, stays, kWidth,
-                                           scores + r * kWidth, kWidth, dim);
+  for_rows(first, end, [&](auto count, int64_t r) {
+    multiply_rows<Real, count, kVecs, true, false>(rows + r * stride, stride, stays, kWidth,
+                                                   scores + r * kWidth, kWidth, dim);
+  });
 }
+
+// Rows of a stripe of columns: with 64, in rows of 512 bytes, they have the same few places of a
+// first-level cache, from which they are gone when the next columns of their lines are read.
+constexpr int64_t kStripe = 32;
 
 // sums[c][lane] += sum_r rows[r][c] weights[r][lane], over rows [first, end).
 template <class Real>
 inline void add_transposed(const Real* rows, int64_t stride, const Real* weights, Real* sums,
                            int64_t dim, int64_t first, int64_t end) {
   constexpr int64_t kWidth = kVecs * Lanes<Real>::kCount;
-  for (int64_t c = 0; c < dim; c += kRows)
-    multiply_rows<Real, kVecs, false, true>(rows + first * stride + c, stride,
-                                           weights + first * kWidth, kWidth, sums + c * kWidth,
-                                           kWidth, end - first);
+  for (int64_t r = first; r < end; r += kStripe)
+    for_rows(0, dim, [&](auto count, int64_t c) {
+      multiply_rows<Real, count, kVecs, false, true>(
+          rows + r * stride + c, stride, weights + r * kWidth, kWidth, sums + c * kWidth, kWidth,
+          std::min(kStripe, end - r));
+    });
 }
 
 // sums[r][c] += sum_t weights[r][t] stays[t][c], of rows [first, end) and the tokens of a panel.
@@ -72,15 +92,17 @@ template <class Real>
 inline void add_rows(const Real* weights, const Real* stays, int64_t stays_stride, Real* sums,
                      int64_t sums_stride, int64_t dim, int64_t first, int64_t end) {
   constexpr int64_t kCount = Lanes<Real>::kCount, kWidth = kVecs * kCount;
-  int64_t c = 0;
-  for (; c + 2 * kCount <= dim; c += 2 * kCount)
-    for (int64_t r = first; r < end; r += kRows)
-      multiply_rows<Real, 2, true, true>(weights + r * kWidth, kWidth, stays + c, stays_stride,
-                                         sums + r * sums_stride + c, sums_stride, kWidth);
-  for (; c < dim; c += kCount)
-    for (int64_t r = first; r < end; r += kRows)
-      multiply_rows<Real, 1, true, true>(weights + r * kWidth, kWidth, stays + c, stays_stride,
-                                         sums + r * sums_stride + c, sums_stride, kWidth);
+  for (int64_t c = 0; c < dim; c += 2 * kCount)
+    for_rows(first, end, [&](auto count, int64_t r) {
+      const Real* left = weights + r * kWidth;
+      Real* to = sums + r * sums_stride + c;
+      if (c + 2 * kCount <= dim)
+        multiply_rows<Real, count, 2, true, true>(left, kWidth, stays + c, stays_stride, to,
+                                                  sums_stride, kWidth);
+      else
+        multiply_rows<Real, count, 1, true, true>(left, kWidth, stays + c, stays_stride, to,
+                                                  sums_stride, kWidth);
+    });
 }
 
 // Exchange, between two rows, the lanes whose number has the bit `Bit`, and those without it.

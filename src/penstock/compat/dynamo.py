@@ -1,10 +1,50 @@
-"""Private names of torch's compiler front end."""
+"""Private names of torch's compiler front end.
 
+What `torch.compiler` has for the same is not used where modules are imported: it imports Dynamo,
+which takes longer than torch itself.
+"""
+
+from collections.abc import Callable
 from types import FunctionType
+from typing import TypeVar
 
 from torch._compile import _disable_dynamo as disable_dynamo
 
-__all__ = ["disable_dynamo", "skip_frames"]
+__all__ = ["disable_dynamo", "mark_constant", "run_uncompiled", "skip_frames"]
+
+F = TypeVar("F", bound=FunctionType)
+
+
+def mark_constant(function: F) -> F:
+    """Have a function run while its caller is traced, as `torch.compiler.assume_constant_result`.
+
+    Args:
+        function: The function; its result is a constant of what is compiled.
+
+    Returns:
+        The function.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def run_uncompiled(*, reason: str) -> Callable[[F], F]:
+    """Keep a function, and what it calls, out of compiled graphs, as `torch.compiler.disable`.
+
+    Args:
+        reason: Said where a graph breaks there.
+
+    Returns:
+        A decorator.
+    """
+
+    def mark(function: F) -> F:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        skip_frames(function)
+        return function
+
+    return mark
 
 
 def skip_frames(function: FunctionType) -> bool:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.compat.dynamo import run_uncompiled
+
 Run = Callable[[Tensor, Sequence[Tensor]], Tensor]
 _NUM_ROWS = 8
 _TOLERANCE = 0.05  # of the largest number: sums of other lengths differ by less in any dtype
 
 
-@torch.compiler.disable(reason="what the rows are decides what is refused")
+@run_uncompiled(reason="what the rows are decides what is refused")
 def run_some_rows(
     run: Run, modules: Sequence[Any], rows: Tensor, others: Sequence[Tensor]
 ) -> Tensor:

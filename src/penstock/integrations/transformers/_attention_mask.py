@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention import Layout
+from penstock.compat.dynamo import run_uncompiled
 from penstock.errors import PenstockError
 
 MaskFunction = Callable[..., Any]
@@ -157,7 +158,7 @@ class KeyRanges:
         )
 
 
-@torch.compiler.disable(reason="the blocks of a layout depend on the numbers of a mask")
+@run_uncompiled(reason="the blocks of a layout depend on the numbers of a mask")
 def make_key_ranges(
     batch_size: int,
     q_length: int,

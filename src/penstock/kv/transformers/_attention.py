@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from penstock.compat.dynamo import run_uncompiled
 from penstock.errors import PenstockError
 from penstock.kv._attend import attend_pool
 from penstock.kv._partial import ScoreRule, attend
@@ -31,7 +32,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-@torch.compiler.disable(reason="penstock.kv keeps keys and values outside of graphs")
+@run_uncompiled(reason="penstock.kv keeps keys and values outside of graphs")
 def attend_interface(
     module: torch.nn.Module,
     query: torch.Tensor,

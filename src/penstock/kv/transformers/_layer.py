@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from penstock.compat.attention import leaves, make_shape_only
+from penstock.compat.dynamo import run_uncompiled
 from penstock.errors import PenstockError
 from penstock.kv._attend import FEW_TOKENS
 from penstock.kv._pool import BlockPool
@@ -123,7 +124,7 @@ class PooledLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the pool makes a layer with its first tokens."""
 
-    @torch.compiler.disable(reason="penstock.kv keeps keys and values outside of graphs")
+    @run_uncompiled(reason="penstock.kv keeps keys and values outside of graphs")
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from penstock.compat.dynamo import run_uncompiled
 from penstock.errors import PenstockError
 from penstock.kv._visibility import Visibility
 
@@ -88,7 +89,7 @@ class RangeMask:
         return None if seen is None else seen.expand(-1, -1, self.shape[2], -1)
 
 
-@torch.compiler.disable(reason="penstock.kv keeps keys and values outside of graphs")
+@run_uncompiled(reason="penstock.kv keeps keys and values outside of graphs")
 def make_range_mask(
     batch_size: int,
     q_length: int,

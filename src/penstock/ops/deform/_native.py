@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library, to_struct
+from penstock.compat.dynamo import mark_constant
 from penstock.ops._operands import KINDS, sum_dtype
 from penstock.ops.deform._shapes import DeformGeometry, count_offset_groups
 
@@ -18,7 +19,7 @@ _FILES = ("samples.cpp", "forward.cpp", "backward.cpp")
 _LEAST_TASKS, _BLOCK_CHANNELS = 8, 32
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def is_available() -> bool:
     """Return whether the kernels can be built, or were."""
     return _library() is not None

@@ -1,8 +1,9 @@
 """Products of sparse matrices on the CPU, in C++ (`spgemm.cpp`).
 
-A thread's workspace is a bitmap of the columns of C with its ranks; where those of all threads are
-beyond the budget, columns are taken in windows. Rows of C are kept, with columns of 32 bits, until
-they are counted; their memory is given back as they are copied: both are no more than the result.
+A thread's workspace is a bitmap of the columns of C with its ranks, or a table of all columns where
+the pattern of C is known; where those of all threads are beyond the budget, columns are taken in
+windows. Rows of C are kept, with columns of 32 bits, until they are counted; their memory is given
+back as they are copied: both are no more than the result.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import THREADS, VECTORS, load_optional_library, to_struct
+from penstock.compat.dynamo import mark_constant
 from penstock.ops.sparse._rows import Rows, check_count
 
 _WORD_COLUMNS, _WORD_BYTES = 64, 13
@@ -23,7 +25,7 @@ _WORD_COLUMNS, _WORD_BYTES = 64, 13
 _LEAST_WINDOW = 4096
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def is_available() -> bool:
     """Return whether the kernels can be built, or were."""
     return _library() is not None
@@ -49,7 +51,7 @@ def find_pattern(
 ) -> tuple[Tensor, Tensor]:
     """Return offsets, int64, and columns of the product, as `_torch.find_pattern` does."""
     offsets, columns, _ = _find_rows(left, right, mask, None, None, max_bytes)
-    return offsets, columns
+    return offsets.long(), columns
 
 
 def find_product(
@@ -60,7 +62,7 @@ def find_product(
     right_values: Tensor,
     max_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return offsets, int64, columns and values of the product, each row at once."""
+    """Return offsets, columns and values of the product, each row at once."""
     offsets, columns, values = _find_rows(
         left, right, mask, left_values.contiguous(), right_values.contiguous(), max_bytes
     )
@@ -78,24 +80,22 @@ def _find_rows(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     library = _library()
     assert library is not None, "there is a path without the library"
-    is_double = left_values is not None and left_values.dtype == torch.float64
-    call = _Product.of(left, right, mask, max_bytes=max_bytes, is_double=is_double)
-    call = dataclasses.replace(call, left_values=left_values, right_values=right_values)
-    offsets = torch.zeros(left.num_rows + 1, dtype=torch.int64)
-    found = library.penstock_find_rows(_refer(call), offsets.data_ptr() + 8)
+    call = _refer(
+        _Product.of(left, right, left_values, right_values, mask=mask, max_bytes=max_bytes)
+    )
+    offsets, count = torch.empty_like(left.offsets), ctypes.c_int64()
+    found = library.penstock_find_rows(call, offsets.data_ptr(), ctypes.byref(count))
     if not found:
         raise MemoryError("the rows of the product do not fit in memory: take rows in parts")
-    at = None
+    parts = (None, None, None)
     try:
-        torch.cumsum(offsets, 0, out=offsets)
-        count = int(offsets[-1])
-        check_count(count, left.columns.dtype)
-        columns = torch.empty(count, dtype=left.columns.dtype)
-        values = None if left_values is None else left_values.new_empty(count)
-        call = dataclasses.replace(call, offsets=offsets.to(columns.dtype), values=values)
-        at = columns.data_ptr() if count else None
+        check_count(count.value, left.columns.dtype)
+        columns = left.columns.new_empty(count.value)
+        values = None if left_values is None else left_values.new_empty(count.value)
+        parts = (offsets, columns, values)
     finally:
-        library.penstock_copy_rows(_refer(call), found, at)
+        addresses = [None if each is None else each.data_ptr() for each in parts]
+        library.penstock_copy_rows(call, found, *addresses)
     return offsets, columns, values
 
 
@@ -109,13 +109,17 @@ def multiply(
     max_bytes: int,
 ) -> Tensor:
     """Return the values of the product, as `_torch.multiply` does."""
+    library = _library()
+    assert library is not None, "there is a path without the library"
     values = torch.empty(len(result.columns), dtype=left_values.dtype)
-    _run(
-        "penstock_multiply",
-        *(left, right, result, left_values, right_values, values, None, None),
+    call = _Product.of(
+        *(left, right, left_values.contiguous(), right_values.contiguous()),
+        result=result,
+        values=values,
         is_masked=is_masked,
         max_bytes=max_bytes,
     )
+    library.penstock_multiply(_refer(call))
     return values
 
 
@@ -128,15 +132,25 @@ def differentiate(
     right_values: Tensor,
     is_masked: bool,
     max_bytes: int,
-) -> tuple[Tensor, Tensor]:
+    is_needed: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of both operands' values, as `_torch.differentiate` does."""
-    dleft, dright = torch.zeros_like(left_values), torch.zeros_like(right_values)
-    _run(
-        "penstock_differentiate",
-        *(left, right, result, left_values, right_values, dvalues.contiguous(), dleft, dright),
+    library = _library()
+    assert library is not None, "there is a path without the library"
+    operands = (left_values.contiguous(), right_values.contiguous())
+    dleft, dright = (
+        torch.zeros_like(each) if needed else None
+        for each, needed in zip(operands, is_needed, strict=True)
+    )
+    call = _Product.of(
+        *(left, right, *operands),
+        result=result,
+        values=dvalues.contiguous(),
+        gradients=(dleft, dright),
         is_masked=is_masked,
         max_bytes=max_bytes,
     )
+    library.penstock_differentiate(_refer(call))
     return dleft, dright
 
 
@@ -178,55 +192,30 @@ class _Product:
         cls,
         left: Rows,
         right: Rows,
-        mask: Rows | None = None,
+        left_values: Tensor | None,
+        right_values: Tensor | None,
         *,
         max_bytes: int,
-        is_double: bool = False,
+        mask: Rows | None = None,
+        result: Rows | None = None,
+        values: Tensor | None = None,
+        gradients: tuple[Tensor | None, Tensor | None] = (None, None),
         is_masked: bool = False,
     ) -> _Product:
-        """Return a product without values."""
+        """Return a product; a mask and the pattern of the result are there or are not."""
         return cls(
-            *(left.offsets, left.columns, None, right.offsets, right.columns, None),
+            *(left.offsets, left.columns, left_values),
+            *(right.offsets, right.columns, right_values),
             *((None, None) if mask is None else (mask.offsets, mask.columns)),
-            *(None, None, None, None, None),
-            *(left.num_rows, right.num_rows, right.num_columns),
+            *((None, None) if result is None else (result.offsets, result.columns)),
+            *(values, *gradients, left.num_rows, right.num_rows, right.num_columns),
             is_wide=left.columns.dtype == torch.int64,
-            is_double=is_double,
+            is_double=left_values is not None and left_values.dtype == torch.float64,
             is_masked=is_masked,
             window_columns=window_columns(right.num_columns, max_bytes),
             max_bytes=max_bytes // 2,
             num_threads=torch.get_num_threads(),
         )
-
-
-def _run(
-    function: str,
-    left: Rows,
-    right: Rows,
-    result: Rows,
-    left_values: Tensor,
-    right_values: Tensor,
-    values: Tensor,
-    dleft: Tensor | None,
-    dright: Tensor | None,
-    *,
-    is_masked: bool,
-    max_bytes: int,
-) -> None:
-    library = _library()
-    assert library is not None, "there is a path without the library"
-    is_double = left_values.dtype == torch.float64
-    call = dataclasses.replace(
-        _Product.of(left, right, max_bytes=max_bytes, is_double=is_double, is_masked=is_masked),
-        left_values=left_values.contiguous(),
-        right_values=right_values.contiguous(),
-        offsets=result.offsets,
-        columns=result.columns,
-        values=values,
-        left_gradient=dleft,
-        right_gradient=dright,
-    )
-    getattr(library, function)(_refer(call))
 
 
 def _refer(call: _Product) -> object:
@@ -239,12 +228,13 @@ def _library() -> ctypes.CDLL | None:
     return load_optional_library(
         "spgemm",
         [THREADS, VECTORS, Path(__file__).with_name("spgemm.cpp")],
-        # A sum has the same bits in every way that it is taken, of products that are rounded.
-        flags=("-O3", "-march=native", "-ffp-contract=off"),
+        # A sum has the same bits in every way that it is taken, of products that are rounded. Rows
+        # are short: loops over them that are made vectors take longer to begin than to run.
+        flags=("-fno-tree-vectorize", "-march=native", "-ffp-contract=off"),
         functions={
             "penstock_check_csr": (number, [pointer, pointer, number, number, number, number]),
-            "penstock_find_rows": (pointer, [pointer, pointer]),
-            "penstock_copy_rows": (None, [pointer, pointer, pointer]),
+            "penstock_find_rows": (pointer, [pointer, pointer, pointer]),
+            "penstock_copy_rows": (None, [pointer, pointer, pointer, pointer, pointer]),
             "penstock_multiply": (None, [pointer]),
             "penstock_differentiate": (None, [pointer]),
         },

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.compat.dynamo import mark_constant
 from penstock.ops.sparse import _native, _torch
 from penstock.ops.sparse._rows import Rows
 
@@ -29,12 +30,12 @@ def name_kernels(values: Tensor) -> str:
     return "Triton" if has_kernels and _has_triton() else "torch"
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _kernels_for(values: Tensor) -> ModuleType:
+def kernels_for(values: Tensor) -> ModuleType:
     """Return the module that multiplies; Triton is imported by the first call on a GPU."""
     name = name_kernels(values)
     if name == "Triton":
@@ -65,58 +66,24 @@ def _(indices, num_columns, max_bytes):
     return [offsets.new_empty(offsets.shape, dtype=torch.int64), columns.new_empty(count)]
 
 
-@torch.library.custom_op("penstock::spgemm_product", mutates_args=())
-def spgemm_product(
+def find_product(
+    left: Rows,
+    right: Rows,
+    mask: Rows | None,
     left_values: Tensor,
     right_values: Tensor,
-    indices: Sequence[Tensor],
-    num_columns: int,
     max_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return offsets, columns and values of a product, whose rows are found and summed at once.
-
-    `indices` and all else are as `spgemm_pattern` and `spgemm_values` take them.
-    """
-    left, right, *masks = _read(indices, num_columns)
-    mask, module = masks[0] if masks else None, _kernels_for(left_values)
+    """Return offsets, columns and values of a product, whose rows are found and summed at once."""
+    module = kernels_for(left_values)
     if module is _native:
-        offsets, columns, values = _native.find_product(
-            left, right, mask, left_values, right_values, max_bytes
-        )
-        return offsets.to(columns.dtype), columns, values
+        return _native.find_product(left, right, mask, left_values, right_values, max_bytes)
     offsets, columns = _torch.find_pattern(left, right, mask, max_bytes)
-    result = Rows(offsets.to(columns.dtype), columns, left.num_rows, num_columns)
+    result = Rows(offsets.to(columns.dtype), columns, left.num_rows, right.num_columns)
     values = module.multiply(
         left, right, result, left_values, right_values, mask is not None, max_bytes
     )
     return result.offsets, columns, values
-
-
-@spgemm_product.register_fake
-def _(left_values, right_values, indices, num_columns, max_bytes):
-    offsets, columns = indices[0], indices[1]
-    count = torch.library.get_ctx().new_dynamic_size()
-    values = left_values.new_empty(count)
-    return offsets.new_empty(offsets.shape), columns.new_empty(count), values
-
-
-def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    left_values, right_values, indices, ctx.num_columns, ctx.max_bytes = inputs
-    offsets, columns, _ = output
-    ctx.mark_non_differentiable(offsets, columns)
-    ctx.num_indices = len(indices)
-    ctx.save_for_backward(left_values, right_values, *indices[:4], offsets, columns)
-
-
-def _differentiate_product(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    left_values, right_values, *indices = ctx.saved_tensors
-    is_masked = ctx.num_indices > 4
-    rest = (ctx.num_columns, is_masked, ctx.max_bytes)
-    found = spgemm_gradients(grads[2], left_values, right_values, indices, *rest)
-    return *found, [None] * ctx.num_indices, None, None
-
-
-spgemm_product.register_autograd(_differentiate_product, setup_context=_keep_product)
 
 
 @torch.library.custom_op("penstock::spgemm_values", mutates_args=())
@@ -130,7 +97,7 @@ def spgemm_values(
 ) -> Tensor:
     """Return the values of a product, as `_torch.multiply` says."""
     left, right, result = _read(indices, num_columns)
-    module = _kernels_for(left_values)
+    module = kernels_for(left_values)
     return module.multiply(left, right, result, left_values, right_values, is_masked, max_bytes)
 
 
@@ -146,7 +113,7 @@ def spgemm_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of both operands' values, as `_torch.differentiate` says."""
     left, right, result = _read(indices, num_columns)
-    module = _kernels_for(left_values)
+    module = kernels_for(left_values)
     return module.differentiate(
         dvalues, left, right, result, left_values, right_values, is_masked, max_bytes
     )

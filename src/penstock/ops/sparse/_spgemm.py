@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.compat.autograd import is_dispatch_watched
 from penstock.ops._operands import sum_dtype
 from penstock.ops.sparse._operands import read_operand
-from penstock.ops.sparse._operator import spgemm_pattern, spgemm_product, spgemm_values
-from penstock.ops.sparse._rows import Rows, rows_of
-from penstock.units import parse_bytes
-
-_DEFAULT_BYTES = 64 * 2**20
+from penstock.ops.sparse._operator import spgemm_pattern, spgemm_values
+from penstock.ops.sparse._product import Call, assemble, multiply
+from penstock.ops.sparse._rows import Rows
 
 
 def spgemm(
@@ -81,7 +79,8 @@ def product_pattern(
         ValueError: As `spgemm`.
     """
     (left, _), (right, _) = _read_both(a, b)
-    return _find(left, right, mask, max_bytes)
+    of_mask = None if mask is None else _read_mask(mask, left, right)
+    return _find(Call.of(left, right, of_mask, max_bytes))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,128 +179,26 @@ def _multiply(
     pattern: ProductPattern | None,
     max_bytes: int | str | None,
 ) -> Tensor:
+    if pattern is not None and mask is not None:
+        raise ValueError("pattern has its mask in it: pass mask to product_pattern instead")
     (left, left_values), (right, right_values) = _read_both(a, b)
     if pattern is None:
-        call = _CallPatterns.of(left, right, mask, max_bytes)
-        dtype = sum_dtype(a.dtype)
-        offsets, columns, values = spgemm_product(
-            call.left.sum_values(left_values.to(dtype)),
-            call.right.sum_values(right_values.to(dtype)),
-            *(call.tensors, right.num_columns, call.max_bytes),
+        call = Call.of(
+            left, right, None if mask is None else _read_mask(mask, left, right), max_bytes
         )
-        result = Rows(offsets, columns, left.num_rows, right.num_columns)
-        return _assemble(result, values.to(a.dtype), a.layout)
-    if mask is not None:
-        raise ValueError("pattern has its mask in it: pass mask to product_pattern instead")
-    pattern.require(left, right)
-    return _assemble(pattern.result, pattern.multiply(left_values, right_values), a.layout)
+        if not is_dispatch_watched():
+            return multiply(left_values, right_values, call, a.layout)
+        pattern = _find(call)  # whoever watches sees operators
+    else:
+        pattern.require(left, right)
+    return assemble(pattern.result, pattern.multiply(left_values, right_values), a.layout)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _CallPatterns:
-    """Patterns of the operands and perhaps of a mask, with indices of one dtype, and a budget."""
-
-    left: Rows
-    right: Rows
-    mask: Rows | None
-    max_bytes: int
-
-    @classmethod
-    def of(
-        cls, left: Rows, right: Rows, mask: Tensor | None, max_bytes: int | str | None
-    ) -> _CallPatterns:
-        """Return the patterns of a call."""
-        budget = _DEFAULT_BYTES if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
-        if budget < 1:
-            raise ValueError(f"max_bytes is {max_bytes!r}, but must be at least 1")
-        of_mask = None if mask is None else _read_mask(mask, left, right)
-        dtypes = {each.columns.dtype for each in (left, right)}
-        dtype = torch.int64 if torch.int64 in dtypes else torch.int32
-        of_mask = None if of_mask is None else of_mask.to(dtype)
-        return cls(left.to(dtype), right.to(dtype), of_mask, budget)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Offsets and columns of each, as operators take them."""
-        given = [each for each in (self.left, self.right, self.mask) if each is not None]
-        return [each for rows in given for each in (rows.offsets, rows.columns)]
-
-
-def _find(
-    left: Rows, right: Rows, mask: Tensor | None, max_bytes: int | str | None
-) -> ProductPattern:
-    call = _CallPatterns.of(left, right, mask, max_bytes)
+def _find(call: Call) -> ProductPattern:
+    left, right = call.left, call.right
     offsets, columns = spgemm_pattern(call.tensors, right.num_columns, call.max_bytes)
     result = Rows(offsets.to(columns.dtype), columns, left.num_rows, right.num_columns)
-    return ProductPattern(call.left, call.right, result, mask is not None, call.max_bytes)
-
-
-def _assemble(result: Rows, values: Tensor, layout: torch.layout) -> Tensor:
-    found: Any = _Assembly.apply(values, result, layout)
-    return found
-
-
-class _Assembly(torch.autograd.Function):
-    """A sparse tensor of values, and the values of its gradient.
-
-    A gradient with the tensor's own pattern has them already; torch would mark the places of all
-    elements, also of those that are not stored, to find them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, result: Rows, layout: torch.layout) -> Tensor:
-        """Return the tensor."""
-        ctx.result = result
-        return _build(result, values, layout)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the values."""
-        (gradient,), result = gradients, ctx.result
-        if gradient.layout == torch.strided:
-            return gradient[rows_of(result), result.columns.long()], None, None
-        if gradient.layout == torch.sparse_coo:
-            gradient = gradient.coalesce()
-        if _has_pattern(gradient, result):
-            return gradient.values(), None, None
-        return _take_entries(gradient, result), None, None
-
-
-def _take_entries(matrix: Tensor, pattern: Rows) -> Tensor:
-    """Return the numbers of a sparse matrix where a pattern has entries; 0 where it has none."""
-    found = matrix.to_sparse_coo().coalesce()
-    rows, columns = found.indices()
-    keys = rows * pattern.num_columns + columns
-    wanted = rows_of(pattern) * pattern.num_columns + pattern.columns
-    place = torch.searchsorted(keys, wanted).clamp(max=max(0, len(keys) - 1))
-    if not len(keys):
-        return found.values().new_zeros(len(wanted))
-    return found.values()[place].where(keys[place] == wanted, 0.0)
-
-
-def _build(result: Rows, values: Tensor, layout: torch.layout) -> Tensor:
-    shape = (result.num_rows, result.num_columns)
-    if layout == torch.sparse_csr:
-        return torch.sparse_csr_tensor(
-            result.offsets, result.columns, values, shape, check_invariants=False
-        )
-    indices = torch.stack([rows_of(result), result.columns.long()])
-    return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=True, check_invariants=False
-    )
-
-
-def _has_pattern(gradient: Tensor, result: Rows) -> bool:
-    """Return whether a sparse gradient stores the entries of a pattern, in their order."""
-    if gradient.layout == torch.sparse_csr:
-        offsets, columns = gradient.crow_indices(), gradient.col_indices()
-        return _are_equal(offsets, result.offsets) and _are_equal(columns, result.columns)
-    rows, columns = gradient.indices()
-    return _are_equal(columns, result.columns) and torch.equal(rows, rows_of(result))
-
-
-def _are_equal(found: Tensor, indices: Tensor) -> bool:
-    return torch.equal(found, indices.to(found.dtype))
+    return ProductPattern(left, right, result, call.mask is not None, call.max_bytes)
 
 
 def _read_both(a: Tensor, b: Tensor) -> tuple[tuple[Rows, Tensor], tuple[Rows, Tensor]]:

@@ -95,8 +95,9 @@ def differentiate(
     right_values: Tensor,
     is_masked: bool,
     max_bytes: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both operands' values.
+    is_needed: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of both operands' values, None for one that is not needed.
 
         dA_ik = sum_j dC_ij b_kj        dB_kj = sum_i a_ik dC_ij
 
@@ -109,7 +110,7 @@ def differentiate(
         given = dvalues[place].where(is_found, 0.0)
         _add_at(dleft, window.left, given * right_values[window.right])
         _add_at(dright, window.right, given * left_values[window.left])
-    return dleft, dright
+    return dleft if is_needed[0] else None, dright if is_needed[1] else None
 
 
 def _expand(left: Rows, right: Rows, max_bytes: int) -> Iterator[_Products]:

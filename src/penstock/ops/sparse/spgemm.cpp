@@ -6,9 +6,10 @@
 //
 //     place(j) = before[j / 64] + popcount(bits[j / 64] & ((1 << j % 64) - 1))
 //
-// That is 0.19 bytes a column, where a dense row of sums takes 4 or 8; beyond a budget, columns are
-// taken in windows. Of a row with few products the rank is counted instead, by comparing all columns
-// with all, which is branch-free. A sum has one thread and one order.
+// That is 0.19 bytes a column; beyond a budget, columns are taken in windows. Of a row with few products
+// the rank is counted instead, by comparing all columns with all, which is branch-free. Where the
+// pattern of C is known, places are looked up in a table of all columns, if the budget holds it. A sum
+// has one thread and one order.
 
 #include <sys/mman.h>
 
@@ -17,12 +18,14 @@
 #include <bit>
 #include <cstdlib>
 #include <memory>
+#include <new>
+#include <type_traits>
 #include <vector>
 
 namespace {
 
 constexpr int64_t kWordBits = 64;
-constexpr int64_t kFew = 128;  // products of a row whose columns are compared with each other
+constexpr int64_t kFew = 256;  // products of a row whose columns are compared with each other
 
 template <class Index>
 struct Matrix {
@@ -30,7 +33,7 @@ struct Matrix {
   const Index* columns;
 };
 
-// The rows of a product, `struct` of `_spgemm_native.py`; null where a call has none.
+// The rows of a product, as in `_native.py`; null where a call has none.
 struct Product {
   const void* left_offsets;
   const void* left_columns;
@@ -135,6 +138,37 @@ class Row {
   std::vector<uint64_t> summary_, top_;
 };
 
+// The same of all columns: one more than the place of each that a row of C has. Others keep what the
+// row before left, unless a row is cleared.
+class Table {
+ public:
+  Table(int64_t num_columns, bool is_cleared)
+      : next_(static_cast<uint32_t*>(is_cleared ? std::calloc(num_columns, sizeof(uint32_t))
+                                                : std::malloc(num_columns * sizeof(uint32_t)))) {
+    if (next_ == nullptr) throw std::bad_alloc();
+  }
+
+  template <class Index>
+  void rank(const Index* columns, int64_t count, int64_t) {
+    for (int64_t i = 0; i < count; ++i) next_.get()[columns[i]] = static_cast<uint32_t>(i + 1);
+  }
+
+  template <class Index>
+  void clear(const Index* columns, int64_t count, int64_t) {
+    for (int64_t i = 0; i < count; ++i) next_.get()[columns[i]] = 0;
+  }
+
+  bool has(int64_t column) const { return next_.get()[column] != 0; }
+
+  int64_t place(int64_t column) const { return int64_t{next_.get()[column]} - 1; }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<uint32_t, Free> next_;
+};
+
 // Return begin and end of the part of a row that lies in a window of columns.
 template <bool IsWhole, class Index>
 inline std::pair<int64_t, int64_t> find_part(const Matrix<Index>& b, int64_t k, int64_t first,
@@ -145,62 +179,49 @@ inline std::pair<int64_t, int64_t> find_part(const Matrix<Index>& b, int64_t k, 
   return {begin - b.columns, std::lower_bound(begin, b.columns + to, end) - b.columns};
 }
 
-// The columns and values that a chunk of rows has in C.
-struct Piece {
+// The columns and values that a chunk of rows has in C, in one memory. What is large takes pages only
+// as it is written.
+class Piece {
+ public:
   uint32_t* columns = nullptr;
   void* values = nullptr;
-  int64_t most = 0, count = 0;  // places, and those that are taken
-};
+  int64_t count = 0;
 
-// All pieces, in one memory that only takes pages as it is written. What is beyond a budget is given
-// back piece by piece as it is copied.
-class Pieces {
- public:
-  std::vector<Piece> of;
+  Piece() = default;
+  ~Piece() { release(); }
+  Piece(const Piece&) = delete;
+  Piece& operator=(const Piece&) = delete;
 
-  explicit Pieces(int64_t num_chunks) : of(num_chunks) {}
-  ~Pieces() {
-    if (is_mapped_)
-      munmap(memory_, bytes_);
-    else
-      std::free(memory_);
-  }
-  Pieces(const Pieces&) = delete;
-  Pieces& operator=(const Pieces&) = delete;
-
-  bool allocate(size_t value_bytes, int64_t max_bytes) {
-    for (Piece& piece : of) bytes_ += align(piece.most * (sizeof(uint32_t) + value_bytes));
+  bool allocate(int64_t most, size_t value_bytes, int64_t max_bytes) {
+    bytes_ = most * (sizeof(uint32_t) + value_bytes);
     is_mapped_ = static_cast<int64_t>(bytes_) > max_bytes;
     if (is_mapped_) {
       memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (memory_ == MAP_FAILED) is_mapped_ = false, memory_ = nullptr;
+      if (memory_ == MAP_FAILED) memory_ = nullptr;
     } else {
-      memory_ = std::aligned_alloc(kPage, std::max<size_t>(bytes_, kPage));
+      memory_ = std::malloc(bytes_);
     }
-    if (memory_ == nullptr) return false;
-    char* at = static_cast<char*>(memory_);
-    for (Piece& piece : of) {
-      piece.values = at;
-      piece.columns = reinterpret_cast<uint32_t*>(at + piece.most * value_bytes);
-      at += align(piece.most * (sizeof(uint32_t) + value_bytes));
-    }
-    return true;
+    values = memory_;
+    columns = reinterpret_cast<uint32_t*>(static_cast<char*>(memory_) + most * value_bytes);
+    return memory_ != nullptr;
   }
 
-  void give_back(const Piece& piece, size_t value_bytes) {
-    if (is_mapped_)
-      madvise(piece.values, align(piece.most * (sizeof(uint32_t) + value_bytes)), MADV_DONTNEED);
+  void release() {
+    if (memory_ != nullptr && is_mapped_)
+      munmap(memory_, bytes_);
+    else
+      std::free(memory_);
+    memory_ = nullptr;
   }
 
  private:
-  static constexpr size_t kPage = 4096;
-  static size_t align(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-
   void* memory_ = nullptr;
   size_t bytes_ = 0;
   bool is_mapped_ = false;
 };
+
+using Pieces = std::vector<Piece>;
 
 int64_t count_chunks(const Product& call, int64_t* chunk_rows) {
   const int64_t wanted = 64 * std::max<int64_t>(call.num_threads, 1);
@@ -230,9 +251,9 @@ template <class Real>
 struct FewProducts {
   alignas(64) int32_t columns[kFew];
   alignas(64) int32_t ranks[kFew];
-  alignas(64) int32_t sorted[kFew];  // columns of C
-  int32_t places[kFew];              // by rank
+  alignas(64) int32_t sorted[kFew];  // by rank: columns of C, -1 for none
   Real values[kFew];
+  Real totals[kFew];  // by rank
   int64_t count = 0;
 
   template <class Index>
@@ -243,46 +264,46 @@ struct FewProducts {
       const int64_t k = a.columns[p];
       for (int64_t q = b.offsets[k]; q < b.offsets[k + 1]; ++q) {
         columns[count] = static_cast<int32_t>(b.columns[q]);
-        if (left != nullptr) values[count] = left[p] * right[q];
+        values[count] = left == nullptr ? Real{} : left[p] * right[q];
         ++count;
       }
     }
   }
 
-  // Set of each product the number of columns in a list that are below its own.
-  void rank(const int32_t* list, int64_t length) {
-    for (int64_t first = 0; first < count; first += kLanes) {
-      const Bits own = *reinterpret_cast<const Bits*>(columns + first);
-      Bits below{};
-      for (int64_t i = 0; i < length; ++i) below -= list[i] < own;
-      *reinterpret_cast<Bits*>(ranks + first) = below;
-    }
-  }
-
-  // Write the columns of C to `to` and, if there is room, the sums. Return how many there are.
+  // Write the columns of C to `to` and the sums, if there is room, and what may be beyond the end of
+  // either. Return how many there are.
   int64_t take(uint32_t* to, Real* sums) {
-    rank(columns, count);
-    std::fill_n(sorted, count, -1);  // products of one column have one rank, and leave gaps
-    for (int64_t i = 0; i < count; ++i) sorted[ranks[i]] = columns[i];
+    rank();
     int64_t length = 0;
+    for (int64_t i = 0; i < count; ++i) {  // products of one column have one rank, and leave gaps
+      sorted[ranks[i]] = columns[i];
+      totals[ranks[i]] += values[i];
+    }
     for (int64_t i = 0; i < count; ++i) {
-      places[i] = static_cast<int32_t>(length);
       to[length] = static_cast<uint32_t>(sorted[i]);
+      if (sums != nullptr) sums[length] = totals[i];
       length += sorted[i] >= 0;
     }
-    if (sums == nullptr) return length;
-    std::fill_n(sums, length, Real{});
-    for (int64_t i = 0; i < count; ++i) sums[places[ranks[i]]] += values[i];
     return length;
   }
 
-  // Find the place of each product in the columns of C; -1 where it is not there.
-  template <class Index>
-  void find(const Index* of, int64_t length) {
-    std::copy_n(of, length, sorted);
-    rank(sorted, length);
+ private:
+  // Set of each product the number of columns that are below its own.
+  void rank() {
+    for (int64_t first = 0; first < count;)
+      first += count - first > 2 * kLanes ? rank_vectors<4>(first) : rank_vectors<2>(first);
+  }
+
+  template <int Count>
+  int64_t rank_vectors(int64_t first) {
+    Bits own[Count], below[Count] = {};
+    std::memcpy(own, columns + first, sizeof own);
     for (int64_t i = 0; i < count; ++i)
-      if (ranks[i] == length || sorted[ranks[i]] != columns[i]) ranks[i] = -1;
+      UNROLLED for (int v = 0; v < Count; ++v) below[v] -= columns[i] < own[v];
+    std::memcpy(ranks + first, below, sizeof below);
+    std::fill_n(sorted + first, Count * kLanes, -1);
+    std::fill_n(totals + first, Count * kLanes, Real{});
+    return Count * kLanes;
   }
 };
 
@@ -344,71 +365,119 @@ Matrix<Index> matrix(const void* offsets, const void* columns) {
   return {static_cast<const Index*>(offsets), static_cast<const Index*>(columns)};
 }
 
-// Count the columns of each row of C into `counts`, and keep them, with the sums if there are values.
+// A row of C that is one of B, times a number.
 template <class Index, class Real>
-Pieces* find_rows(const Product& call, int64_t* counts) {
-  const auto a = matrix<Index>(call.left_offsets, call.left_columns);
-  const auto b = matrix<Index>(call.right_offsets, call.right_columns);
-  const auto mask = matrix<Index>(call.mask_offsets, call.mask_columns);
-  const auto* left = static_cast<const Real*>(call.left_values);
-  const auto* right = static_cast<const Real*>(call.right_values);
-  const size_t value_bytes = left == nullptr ? 0 : sizeof(Real);
+void scale_row(const Product& call, const Matrix<Index>& b, int64_t p, int64_t k, Piece& piece) {
+  const int64_t from = b.offsets[k], count = b.offsets[k + 1] - from;
+  for (int64_t j = 0; j < count; ++j)
+    piece.columns[piece.count + j] = static_cast<uint32_t>(b.columns[from + j]);
+  if (call.left_values != nullptr) {
+    const Real left = static_cast<const Real*>(call.left_values)[p];
+    const Real* right = static_cast<const Real*>(call.right_values) + from;
+    Real* sums = static_cast<Real*>(piece.values) + piece.count;
+    for (int64_t j = 0; j < count; ++j) sums[j] = Real{} + left * right[j];  // 0, as a sum, not -0
+  }
+  piece.count += count;
+}
+
+// Find rows of C. Return whether memory was there.
+template <class Index, class Real>
+class FindChunk {
+ public:
+  FindChunk(const Product& call, Index* counts, Pieces& pieces)
+      : call_(call), counts_(counts), pieces_(pieces), row_(row_of(call)) {}
+
+  bool operator()(int64_t chunk, int64_t first, int64_t end) {
+    Piece& piece = pieces_[chunk];
+    int64_t most = kFew;  // what one row of few products writes beyond its end
+    products_.clear();
+    for (int64_t i = first; i < end; ++i) {
+      products_.push_back(count_products(a_, b_, a_.offsets[i], a_.offsets[i + 1]));
+      most += std::min(products_.back(), call_.num_columns);
+    }
+    const size_t value_bytes = call_.left_values == nullptr ? 0 : sizeof(Real);
+    const auto num_pieces = static_cast<int64_t>(pieces_.size());
+    if (!piece.allocate(most, value_bytes, call_.max_bytes / num_pieces)) return false;
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t before = piece.count;
+      if (products_[i - first] != 0) find(i, products_[i - first], piece);
+      counts_[i] = static_cast<Index>(piece.count - before);
+    }
+    return true;
+  }
+
+ private:
+  void find(int64_t i, int64_t num_products, Piece& piece) {
+    const int64_t from = a_.offsets[i], upto = a_.offsets[i + 1];
+    const bool has_mask = mask_.offsets != nullptr;
+    if (!has_mask && upto - from == 1) {
+      scale_row<Index, Real>(call_, b_, from, a_.columns[from], piece);
+    } else if (!has_mask && num_products <= kFew) {
+      const auto* left = static_cast<const Real*>(call_.left_values);
+      few_.read(a_, b_, left, static_cast<const Real*>(call_.right_values), from, upto);
+      Real* sums = left == nullptr ? nullptr : static_cast<Real*>(piece.values) + piece.count;
+      piece.count += few_.take(piece.columns + piece.count, sums);
+    } else if (call_.window_columns >= call_.num_columns) {
+      find_row<true, Index, Real>(call_, a_, b_, mask_, i, row_, piece);
+    } else {
+      find_row<false, Index, Real>(call_, a_, b_, mask_, i, row_, piece);
+    }
+  }
+
+  const Product& call_;
+  Index* counts_;
+  Pieces& pieces_;
+  Row row_;
+  FewProducts<Real> few_;
+  std::vector<int64_t> products_;  // by row
+  const Matrix<Index> a_ = matrix<Index>(call_.left_offsets, call_.left_columns);
+  const Matrix<Index> b_ = matrix<Index>(call_.right_offsets, call_.right_columns);
+  const Matrix<Index> mask_ = matrix<Index>(call_.mask_offsets, call_.mask_columns);
+};
+
+// Find the rows of C, and count the columns of each into `offsets`, behind the first, and all.
+template <class Index, class Real>
+Pieces* find_rows(const Product& call, Index* offsets, int64_t* count) {
   int64_t chunk_rows = 0;
   auto pieces = std::make_unique<Pieces>(count_chunks(call, &chunk_rows));
+  std::atomic<bool> is_full{false};
   for_chunks(call, [&] {
-    return [&](int64_t chunk, int64_t first, int64_t end) {
-      int64_t most = kFew;  // what one row of few products writes beyond its end
-      for (int64_t i = first; i < end; ++i)
-        most += std::min(count_products(a, b, a.offsets[i], a.offsets[i + 1]), call.num_columns);
-      pieces->of[chunk].most = most;
+    return [&, find = FindChunk<Index, Real>(call, offsets + 1, *pieces)](
+               int64_t chunk, int64_t first, int64_t end) mutable {
+      if (!find(chunk, first, end)) is_full = true;
     };
   });
-  if (!pieces->allocate(value_bytes, call.max_bytes)) return nullptr;
-  const bool is_whole = call.window_columns >= call.num_columns;
-  for_chunks(call, [&] {
-    return [&, row = row_of(call), few = FewProducts<Real>()](int64_t chunk, int64_t first,
-                                                              int64_t end) mutable {
-      Piece& piece = pieces->of[chunk];
-      for (int64_t i = first; i < end; ++i) {
-        const int64_t before = piece.count;
-        const int64_t from = a.offsets[i], upto = a.offsets[i + 1];
-        if (mask.offsets == nullptr && count_products(a, b, from, upto) <= kFew) {
-          few.read(a, b, left, right, from, upto);
-          Real* sums = left == nullptr ? nullptr : static_cast<Real*>(piece.values) + before;
-          piece.count += few.take(piece.columns + before, sums);
-        } else if (is_whole) {
-          find_row<true, Index, Real>(call, a, b, mask, i, row, piece);
-        } else {
-          find_row<false, Index, Real>(call, a, b, mask, i, row, piece);
-        }
-        counts[i] = piece.count - before;
-      }
-    };
-  });
+  if (is_full) return nullptr;
+  offsets[0] = 0;
+  for (const Piece& piece : *pieces) *count += piece.count;
   return pieces.release();
 }
 
-// Copy columns and values to where `offsets` say, and give back their memory, so that both together
-// take no more than the result.
+// Let counts of columns be offsets, copy columns and values there, and give back their memory, so
+// that both together take no more than the result.
 template <class Index, class Real>
-void copy_rows(const Product& call, Pieces& pieces, Index* columns) {
-  const auto* offsets = static_cast<const Index*>(call.offsets);
+void copy_rows(const Product& call, Pieces& pieces, Index* offsets, Index* columns, Real* values) {
+  std::vector<int64_t> begins(pieces.size());
+  for (size_t chunk = 1; chunk < pieces.size(); ++chunk)
+    begins[chunk] = begins[chunk - 1] + pieces[chunk - 1].count;
   for_chunks(call, [&] {
-    return [&](int64_t chunk, int64_t first, int64_t) {
-      const Piece& piece = pieces.of[chunk];
-      std::copy_n(piece.columns, piece.count, columns + offsets[first]);
-      if (call.values != nullptr)
-        std::copy_n(static_cast<const Real*>(piece.values), piece.count,
-                    static_cast<Real*>(call.values) + offsets[first]);
-      pieces.give_back(piece, call.values == nullptr ? 0 : sizeof(Real));
+    return [&](int64_t chunk, int64_t first, int64_t end) {
+      Piece& piece = pieces[chunk];
+      int64_t at = begins[chunk];
+      std::copy_n(piece.columns, piece.count, columns + at);
+      if (values != nullptr)
+        std::copy_n(static_cast<const Real*>(piece.values), piece.count, values + at);
+      for (int64_t i = first; i < end; ++i)
+        offsets[i + 1] = static_cast<Index>(at += offsets[i + 1]);
+      piece.release();
     };
   });
 }
 
 // c_ij = sum_k a_ik b_kj, of the columns of C.
-template <class Index, class Real, bool IsMasked, bool IsWhole>
+template <class Index, class Real, bool IsMasked, bool IsWhole, class Columns>
 void multiply_row(const Product& call, const Matrix<Index>& a, const Matrix<Index>& b,
-                  const Matrix<Index>& c, int64_t i, Row& row) {
+                  const Matrix<Index>& c, int64_t i, Columns& row) {
   const auto* left = static_cast<const Real*>(call.left_values);
   const auto* right = static_cast<const Real*>(call.right_values);
   const int64_t window = IsWhole ? call.num_columns : call.window_columns;
@@ -430,17 +499,16 @@ void multiply_row(const Product& call, const Matrix<Index>& a, const Matrix<Inde
   }
 }
 
-// The same of a row with few products.
-template <class Index, class Real>
-void multiply_few(const Product& call, const Matrix<Index>& a, const Matrix<Index>& b,
-                  const Matrix<Index>& c, int64_t i, FewProducts<Real>& few) {
-  few.read(a, b, static_cast<const Real*>(call.left_values),
-           static_cast<const Real*>(call.right_values), a.offsets[i], a.offsets[i + 1]);
-  few.find(c.columns + c.offsets[i], c.offsets[i + 1] - c.offsets[i]);
-  Real* sums = static_cast<Real*>(call.values) + c.offsets[i];
-  std::fill_n(sums, c.offsets[i + 1] - c.offsets[i], Real{});
-  for (int64_t j = 0; j < few.count; ++j)
-    if (few.ranks[j] >= 0) sums[few.ranks[j]] += few.values[j];
+// Call `run` with what finds places in rows of C, for a thread to copy, and whether it has all columns.
+template <class Run>
+void with_columns(const Product& call, Run run) {
+  const int64_t table_bytes = call.num_columns * call.num_threads * sizeof(uint32_t);
+  if (table_bytes <= call.max_bytes)
+    run([&] { return Table(call.num_columns, call.is_masked != 0); }, std::true_type());
+  else if (call.window_columns >= call.num_columns)
+    run([&] { return row_of(call); }, std::true_type());
+  else
+    run([&] { return row_of(call); }, std::false_type());
 }
 
 template <class Index, class Real, bool IsMasked>
@@ -448,21 +516,14 @@ void multiply(const Product& call) {
   const auto a = matrix<Index>(call.left_offsets, call.left_columns);
   const auto b = matrix<Index>(call.right_offsets, call.right_columns);
   const auto c = matrix<Index>(call.offsets, call.columns);
-  const bool is_whole = call.window_columns >= call.num_columns;
-  for_chunks(call, [&] {
-    return [&, row = row_of(call), few = FewProducts<Real>()](int64_t, int64_t first,
-                                                              int64_t end) mutable {
-      for (int64_t i = first; i < end; ++i) {
-        const int64_t from = a.offsets[i], upto = a.offsets[i + 1];
-        const int64_t length = c.offsets[i + 1] - c.offsets[i];
-        if (length <= kFew && count_products(a, b, from, upto) <= kFew)
-          multiply_few(call, a, b, c, i, few);
-        else if (is_whole)
-          multiply_row<Index, Real, IsMasked, true>(call, a, b, c, i, row);
-        else
-          multiply_row<Index, Real, IsMasked, false>(call, a, b, c, i, row);
-      }
-    };
+  with_columns(call, [&](auto start, auto is_whole) {
+    for_chunks(call, [&] {
+      return [&, row = start()](int64_t, int64_t first, int64_t end) mutable {
+        for (int64_t i = first; i < end; ++i)
+          if (c.offsets[i + 1] > c.offsets[i])
+            multiply_row<Index, Real, IsMasked, is_whole>(call, a, b, c, i, row);
+      };
+    });
   });
 }
 
@@ -472,20 +533,24 @@ std::vector<int64_t> divide_inner(const Product& call, const Matrix<Index>& a,
                                   const Matrix<Index>& b) {
   constexpr int64_t kBuckets = 4096;
   const int64_t num_inner = std::max<int64_t>(call.num_inner, 1);
-  const int64_t width = (num_inner + kBuckets - 1) / kBuckets;
-  std::vector<int64_t> products(kBuckets), ends;
-  int64_t total = 0;
-  for (int64_t p = 0; p < a.offsets[call.num_rows]; ++p) {
-    const int64_t k = a.columns[p], count = b.offsets[k + 1] - b.offsets[k];
-    products[k / width] += count;
-    total += count;
-  }
-  int64_t sum = 0;
-  for (int64_t bucket = 0; bucket < kBuckets; ++bucket) {
-    sum += products[bucket];
-    const auto share = static_cast<int64_t>(ends.size()) + 1;
-    if (share < call.num_threads && sum * call.num_threads >= total * share)
-      ends.push_back((bucket + 1) * width);
+  std::vector<int64_t> ends;
+  if (call.num_threads > 1) {
+    int shift = 0;
+    while (num_inner >> shift > kBuckets) ++shift;
+    std::vector<int64_t> products((num_inner >> shift) + 1);
+    int64_t total = 0;
+    for (int64_t p = 0; p < a.offsets[call.num_rows]; ++p) {
+      const int64_t k = a.columns[p], count = b.offsets[k + 1] - b.offsets[k];
+      products[k >> shift] += count;
+      total += count;
+    }
+    int64_t sum = 0;
+    for (size_t bucket = 0; bucket < products.size(); ++bucket) {
+      sum += products[bucket];
+      const auto share = static_cast<int64_t>(ends.size()) + 1;
+      if (share < call.num_threads && sum * call.num_threads >= total * share)
+        ends.push_back(static_cast<int64_t>(bucket + 1) << shift);
+    }
   }
   ends.push_back(num_inner);
   return ends;
@@ -493,10 +558,10 @@ std::vector<int64_t> divide_inner(const Product& call, const Matrix<Index>& a,
 
 // dA_ik = sum_j dC_ij b_kj and dB_kj = sum_i a_ik dC_ij, of the rows k of B that a thread owns. Both
 // go on from the window before.
-template <class Index, class Real, bool IsMasked, bool IsWhole>
+template <class Index, class Real, bool IsMasked, bool IsWhole, class Columns>
 void differentiate_row(const Product& call, const Matrix<Index>& a, const Matrix<Index>& b,
                        const Matrix<Index>& c, int64_t i, int64_t p_from, int64_t p_upto,
-                       Row& row) {
+                       Columns& row) {
   const auto* left = static_cast<const Real*>(call.left_values);
   const auto* right = static_cast<const Real*>(call.right_values);
   auto* dleft = static_cast<Real*>(call.left_gradient);
@@ -523,76 +588,33 @@ void differentiate_row(const Product& call, const Matrix<Index>& a, const Matrix
   }
 }
 
-// The same of a row with few products.
-template <class Index, class Real>
-void differentiate_few(const Product& call, const Matrix<Index>& a, const Matrix<Index>& b,
-                       const Matrix<Index>& c, int64_t i, int64_t p_from, int64_t p_upto,
-                       FewProducts<Real>& few) {
-  const auto* left = static_cast<const Real*>(call.left_values);
-  const auto* right = static_cast<const Real*>(call.right_values);
-  auto* dleft = static_cast<Real*>(call.left_gradient);
-  auto* dright = static_cast<Real*>(call.right_gradient);
-  const Real* of = static_cast<const Real*>(call.values) + c.offsets[i];
-  few.read(a, b, static_cast<const Real*>(nullptr), right, p_from, p_upto);
-  few.find(c.columns + c.offsets[i], c.offsets[i + 1] - c.offsets[i]);
-  const int32_t* rank = few.ranks;
-  for (int64_t p = p_from; p < p_upto; ++p) {
-    const int64_t k = a.columns[p];
-    Real sum{};
-    for (int64_t q = b.offsets[k]; q < b.offsets[k + 1]; ++q, ++rank) {
-      if (*rank < 0) continue;
-      sum += of[*rank] * right[q];
-      if (dright != nullptr) dright[q] += left[p] * of[*rank];
-    }
-    if (dleft != nullptr) dleft[p] = sum;
-  }
-}
-
 template <class Index, class Real, bool IsMasked>
 void differentiate(const Product& call) {
   const auto a = matrix<Index>(call.left_offsets, call.left_columns);
   const auto b = matrix<Index>(call.right_offsets, call.right_columns);
   const auto c = matrix<Index>(call.offsets, call.columns);
-  const bool is_whole = call.window_columns >= call.num_columns;
   const std::vector<int64_t> ends = divide_inner(call, a, b);
-  std::atomic<int64_t> next{0};
-  parallel(static_cast<int>(ends.size()), [&](int, int) {
-    Row row = row_of(call);
-    FewProducts<Real> few;
-    for (int64_t part; (part = next.fetch_add(1)) < static_cast<int64_t>(ends.size());) {
+  const auto num_parts = static_cast<int64_t>(ends.size());
+  with_columns(call, [&](auto start, auto is_whole) {
+    for_tasks(num_parts, num_parts, [&](int64_t part) {
+      auto row = start();
       const int64_t k_from = part == 0 ? 0 : ends[part - 1], k_upto = ends[part];
       for (int64_t i = 0; i < call.num_rows; ++i) {
         int64_t from = a.offsets[i], upto = a.offsets[i + 1];
         while (from < upto && a.columns[from] < k_from) ++from;
         while (from < upto && a.columns[upto - 1] >= k_upto) --upto;
-        if (from == upto) continue;
-        if (c.offsets[i + 1] - c.offsets[i] <= kFew && count_products(a, b, from, upto) <= kFew)
-          differentiate_few(call, a, b, c, i, from, upto, few);
-        else if (is_whole)
-          differentiate_row<Index, Real, IsMasked, true>(call, a, b, c, i, from, upto, row);
-        else
-          differentiate_row<Index, Real, IsMasked, false>(call, a, b, c, i, from, upto, row);
+        if (from < upto)
+          differentiate_row<Index, Real, IsMasked, is_whole>(call, a, b, c, i, from, upto, row);
       }
-    }
+    });
   });
 }
 
-template <class Index, class Real>
-void run(const Product& call, bool is_gradient) {
-  if (is_gradient)
-    call.is_masked ? differentiate<Index, Real, true>(call)
-                   : differentiate<Index, Real, false>(call);
-  else
-    call.is_masked ? multiply<Index, Real, true>(call) : multiply<Index, Real, false>(call);
-}
-
-void run_values(const Product& call, bool is_gradient) {
-  if (call.is_wide)
-    call.is_double ? run<int64_t, double>(call, is_gradient)
-                   : run<int64_t, float>(call, is_gradient);
-  else
-    call.is_double ? run<int32_t, double>(call, is_gradient)
-                   : run<int32_t, float>(call, is_gradient);
+// Call `run` with a 0 of the indices' type and one of the values'.
+template <class Run>
+auto with_types(const Product& call, Run run) {
+  if (call.is_wide) return call.is_double ? run(int64_t{}, double{}) : run(int64_t{}, float{});
+  return call.is_double ? run(int32_t{}, double{}) : run(int32_t{}, float{});
 }
 
 // Return 0 for offsets that rise from 0 to `count` and sorted, unique columns within the matrix, 1
@@ -602,17 +624,17 @@ int64_t check(const Matrix<Index>& of, int64_t num_rows, int64_t num_columns, in
   if (of.offsets[0] != 0 || of.offsets[num_rows] != count) return -1;
   for (int64_t i = 0; i < num_rows; ++i)
     if (of.offsets[i] > of.offsets[i + 1]) return -1;
-  bool is_outside = false, is_unsorted = false;
+  // Columns are sorted if they fall between rows alone.
+  bool is_outside = false;
+  int64_t falls = 0, falls_between = 0;
+  for (int64_t p = 0; p < count; ++p)
+    is_outside |= of.columns[p] < 0 || of.columns[p] >= static_cast<Index>(num_columns);
+  for (int64_t p = 1; p < count; ++p) falls += of.columns[p] <= of.columns[p - 1];
   for (int64_t i = 0; i < num_rows; ++i) {
-    int64_t last = -1;
-    for (int64_t p = of.offsets[i]; p < of.offsets[i + 1]; ++p) {
-      const int64_t column = of.columns[p];
-      is_outside |= column < 0 || column >= num_columns;
-      is_unsorted |= column <= last;
-      last = column;
-    }
+    const int64_t p = of.offsets[i];
+    if (p > 0 && p < of.offsets[i + 1]) falls_between += of.columns[p] <= of.columns[p - 1];
   }
-  return is_outside ? -2 : is_unsorted;
+  return is_outside ? -2 : falls != falls_between;
 }
 
 }  // namespace
@@ -625,32 +647,38 @@ int64_t penstock_check_csr(const void* offsets, const void* columns, int64_t num
                  : check(matrix<int32_t>(offsets, columns), num_rows, num_columns, count);
 }
 
-// Return the rows of C, to be copied once `counts` are summed, or null where memory is missing.
-void* penstock_find_rows(const Product* call, int64_t* counts) {
-  if (call->is_wide)
-    return call->is_double ? find_rows<int64_t, double>(*call, counts)
-                           : find_rows<int64_t, float>(*call, counts);
-  return call->is_double ? find_rows<int32_t, double>(*call, counts)
-                         : find_rows<int32_t, float>(*call, counts);
+// Return the rows of C, to be copied, and their count of columns, or null where memory is missing.
+void* penstock_find_rows(const Product* call, void* offsets, int64_t* count) {
+  return with_types(*call, [&](auto index, auto real) -> void* {
+    using Index = decltype(index);
+    return find_rows<Index, decltype(real)>(*call, static_cast<Index*>(offsets), count);
+  });
 }
 
 // Copy the rows, unless `columns` is null, and free them.
-void penstock_copy_rows(const Product* call, void* pieces, void* columns) {
-  std::unique_ptr<Pieces> owned(static_cast<Pieces*>(pieces));
+void penstock_copy_rows(const Product* call, void* pieces, void* offsets, void* columns,
+                        void* values) {
+  const std::unique_ptr<Pieces> owned(static_cast<Pieces*>(pieces));
   if (columns == nullptr) return;
-  if (call->is_wide) {
-    auto* to = static_cast<int64_t*>(columns);
-    call->is_double ? copy_rows<int64_t, double>(*call, *owned, to)
-                    : copy_rows<int64_t, float>(*call, *owned, to);
-  } else {
-    auto* to = static_cast<int32_t*>(columns);
-    call->is_double ? copy_rows<int32_t, double>(*call, *owned, to)
-                    : copy_rows<int32_t, float>(*call, *owned, to);
-  }
+  with_types(*call, [&](auto index, auto real) {
+    using Index = decltype(index);
+    copy_rows(*call, *owned, static_cast<Index*>(offsets), static_cast<Index*>(columns),
+              static_cast<decltype(real)*>(values));
+  });
 }
 
-void penstock_multiply(const Product* call) { run_values(*call, false); }
+void penstock_multiply(const Product* call) {
+  with_types(*call, [&](auto index, auto real) {
+    call->is_masked ? multiply<decltype(index), decltype(real), true>(*call)
+                    : multiply<decltype(index), decltype(real), false>(*call);
+  });
+}
 
-void penstock_differentiate(const Product* call) { run_values(*call, true); }
+void penstock_differentiate(const Product* call) {
+  with_types(*call, [&](auto index, auto real) {
+    call->is_masked ? differentiate<decltype(index), decltype(real), true>(*call)
+                    : differentiate<decltype(index), decltype(real), false>(*call);
+  });
+}
 
 }  // extern "C"

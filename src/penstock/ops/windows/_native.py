@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library
+from penstock.compat.dynamo import mark_constant
 from penstock.ops._operands import KINDS
 from penstock.ops.windows._filters import Filters, can_multiply, read_weight
 from penstock.ops.windows._geometry import Windows
@@ -22,7 +23,7 @@ _pack_filter = struct.Struct("4P30q").pack  # `struct FilterCall` of `local.cpp`
 _FORWARD, _INPUT, _WEIGHT = range(3)  # `enum Pass`
 
 
-@torch.compiler.assume_constant_result
+@mark_constant
 def is_available() -> bool:
     """Return whether the kernels can be built, or were."""
     return _library() is not None

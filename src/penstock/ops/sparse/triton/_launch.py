@@ -155,10 +155,14 @@ def differentiate(
     right_values: Tensor,
     is_masked: bool,
     max_bytes: int,
+    is_needed: tuple[bool, bool] = (True, True),
     *,
     run: Run = launch,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients as `_torch.differentiate` does; `run` takes the launches."""
     given = (dvalues, left, right, result, left_values, right_values)
     of_left, of_right = plan_gradients(*given)
-    return of_left.compute(run), of_right.compute(run)
+    return (
+        of_left.compute(run) if is_needed[0] else None,
+        of_right.compute(run) if is_needed[1] else None,
+    )

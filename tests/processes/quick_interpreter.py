@@ -1,0 +1,169 @@
+"""Triton's interpreter without work that no result depends on, which is most of its time.
+
+A kernel of small blocks spends next to nothing in NumPy: each of its operations makes tensors and
+types anew, asks for the same sizes again, and is checked for overflow although nothing is done
+about it. The functions here do as the interpreter's own do; what is the same each time, they keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import pytest
+from triton import language
+from triton.language import core
+from triton.runtime import interpreter
+
+_SIZES = "_sizes_of_tensors"  # an attribute of types: the shape of their tensors, its product
+_BY_ELEMENT = "_types_by_element"  # of types of blocks: those of the same shape
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Have the interpreter take the functions of this module.
+
+    Bounds of loops that are loaded work as well: NumPy 2.4 makes no int of an array of one number,
+    which is what such a bound is in the interpreter.
+    """
+    builder = interpreter.interpreter_builder
+    # Sums, differences and products are compared with those of 64 bits, for an assertion that only
+    # `debug` makes.
+    assert not builder.options.debug
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "options", options)
+        patch.setattr(interpreter._LangPatchScope, "set_attr", _set_with_item(patch))
+        patch.setattr(interpreter, "_patch_lang", _patch_once(interpreter._patch_lang))
+        patch.setattr(interpreter, "_patch_attr", _patch_attribute)
+        patch.setattr(interpreter, "_get_np_dtype", _keep_dtypes(interpreter._get_np_dtype))
+        patch.setattr(interpreter.TensorHandle, "__init__", _init_handle)
+        patch.setattr(core.tensor, "__init__", _init_tensor)
+        patch.setattr(core.dtype, "__eq__", _compare_itself(core.dtype.__eq__))
+        patch.setattr(core.block_type, "__init__", _keep_shapes(core.block_type.__init__))
+        patch.setattr(
+            core.block_type, "with_element_ty", _keep_types(core.block_type.with_element_ty)
+        )
+        semantic = interpreter.TritonSemantic
+        patch.setattr(
+            semantic, "broadcast_impl_value", _pass_equal_shapes(semantic.broadcast_impl_value)
+        )
+        yield
+
+
+def _set_with_item(patch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let `__index__` be what NumPy 2.4 allows."""
+    set_attr = interpreter._LangPatchScope.set_attr
+
+    def set_with_item(scope: Any, target: object, name: str, value: Any) -> None:
+        if name == "__index__":
+            value = lambda tensor: int(tensor.handle.data.item())  # noqa: E731
+        set_attr(scope, target, name, value)
+
+    return set_with_item
+
+
+def _patch_once(patch_language: Callable[[FunctionType], Any]) -> Callable[[FunctionType], Any]:
+    """Patch `triton.language` at a launch, and not again where its kernel calls a function."""
+    named: dict[FunctionType, list[Any]] = {}  # by function: modules of the language that it names
+
+    def patch_once(function: FunctionType) -> Any:
+        if function not in named:
+            names = list(function.__globals__.values())
+            named[function] = [each for each in (language, core) if any(each is it for it in names)]
+        is_patched = not any(core.is_builtin(module.load) for module in named[function])
+        return None if is_patched else patch_language(function)
+
+    return patch_once
+
+
+def _patch_attribute(target: object, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Have a function of the language called with the interpreter's semantics."""
+    semantic, function = interpreter.TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(target, name, call)
+
+
+def _keep_dtypes(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Find NumPy's dtype of a type once for each scalar."""
+    found: dict[str, Any] = {}
+
+    def find_once(of: Any) -> Any:
+        scalar = of.scalar
+        if scalar.name not in found:
+            found[scalar.name] = find(scalar)
+        return found[scalar.name]
+
+    return find_once
+
+
+def _init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    """Set the fields, and check that the type can hold the data, as `TensorHandle` does."""
+    self.data, self.dtype = data, dtype
+    self.attr = {} if attr is None else attr
+    is_pointer = isinstance(dtype, core.pointer_type)
+    if not is_pointer and data.itemsize * 8 > max(8, dtype.primitive_bitwidth):
+        self.__post_init__()  # which says so
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    """Set the attributes; tensors of one type have one shape."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    sizes = type.__dict__.get(_SIZES)
+    if sizes is None:
+        shape = type.shape if type.is_block() else ()
+        constants = core.tuple([core.constexpr(each) for each in shape])
+        sizes = type.__dict__[_SIZES] = constants, core.constexpr(math.prod(shape))
+    self.shape, self.numel = sizes
+
+
+def _compare_itself(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Look at names only where types are not one object."""
+    return lambda self, other: self is other or compare(self, other)
+
+
+def _keep_shapes(make: Callable[..., None]) -> Callable[..., None]:
+    """Check a shape, and write the name of its type, once for each type of elements."""
+    kept: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+    def make_once(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(each.value if isinstance(each, core.constexpr) else each for each in shape)
+        self.element_ty = element_ty
+        if (fields := kept.get((element_ty.name, sizes))) is None:
+            make(self, element_ty, shape)
+            fields = {name: getattr(self, name) for name in ("shape", "numel", "name")}
+            kept[element_ty.name, sizes] = fields
+        self.__dict__.update(fields)
+
+    return make_once
+
+
+def _pass_equal_shapes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Broadcast operands, unless both have one shape."""
+
+    def broadcast_unequal(self: Any, first: Any, second: Any) -> Any:
+        types = first.type, second.type
+        shapes = [each.shape.values if each.is_block() else None for each in types]
+        return (first, second) if shapes[0] == shapes[1] else broadcast(self, first, second)
+
+    return broadcast_unequal
+
+
+def _keep_types(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Make the type of a block's shape once for each type of its elements."""
+
+    def make_once(self: Any, element: Any) -> Any:
+        types = self.__dict__.setdefault(_BY_ELEMENT, {})
+        if (kept := types.get(id(element))) is None:  # which it keeps alive
+            kept = types[id(element)] = make(self, element)
+        return kept
+
+    return make_once
