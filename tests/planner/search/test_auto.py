@@ -341,6 +341,30 @@ def test_a_search_remembers_few_candidates(monkeypatch, few):
     assert max(quick) <= 2 * (200 + len(graph.operators))
 
 
+@pytest.mark.parametrize(("share", "is_free_first"), [(0.99, False), (0.5, True)])
+def test_where_one_operator_fills_the_arena_the_order_of_the_program_comes_first(
+    monkeypatch, share, is_free_first
+):
+    """All decisions are free afterwards, and each pair of frozen ones has its turn in any case."""
+    searched, search = [], AutoSearch._search
+
+    def noted(self, *, worth):
+        searched.append((self.reorder, self.recompute, self.best is not None))
+        search(self, worth=worth)
+
+    monkeypatch.setattr(AutoSearch, "_search", noted)
+    graph = chain_step(8, weight_bytes=4096, activation_bytes=65536)
+    seconds = [1.0] * len(graph.operators)
+    least = int(program(graph, seconds).working_set.max())
+    plan = planned(graph, seconds, int(least / share), rate=2.0**12, time_limit=2.0)
+    check(graph, plan)
+    first = (True, True, False) if is_free_first else (False, True, False)
+    assert searched[0] == first
+    assert ((True, True, True) in searched) != is_free_first  # from the best so far
+    pairs = {(True, True), (False, True), (True, False), (False, False)}
+    assert {found[:2] for found in searched} == pairs
+
+
 @pytest.mark.parametrize("share", [0.99, 0.5])
 def test_an_arena_for_one_operator_and_little_more_is_searched_as_tight_as_that(monkeypatch, share):
     """In a smaller one the largest operator would not fit; larger arenas are searched by shares."""

@@ -35,6 +35,9 @@ _MAX_FAILURES = 120  # changes of dropped storages in succession
 _TIGHTER, _TIGHT_SHARE = (0.95, 0.9), 0.4
 _PART_IF_LONG = 0.1  # of the time for profiles of long sequences, before what is dropped is changed
 _FREE_SHARE = 0.85  # of the time; the rest is for the same with decisions frozen
+# Where one operator fills nearly the arena: the part of the time that is searched at all, and of it
+# the part in the program's order.
+_TIGHT_END, _FROZEN_FIRST = 0.75, 0.35
 # Frozen candidates of longer sequences that are slower by more than this are not refined.
 _FEW_OPERATORS, _HOPELESS = 500, 1.3
 
@@ -101,6 +104,8 @@ class AutoSearch:
         """
         end, freedom = self.deadline, (self.reorder, self.recompute)
         frozen = frozen_decisions(*freedom)
+        if frozen and self.recompute and self._is_tight():
+            return self._run_tight(frozen)
         if frozen:
             now = time.monotonic()
             self.deadline = now + max(0.0, end - now) * _FREE_SHARE
@@ -113,19 +118,47 @@ class AutoSearch:
             self._search_tighter(
                 self._finalists(), [int(self.arena.capacity * share) for share in _TIGHTER]
             )
+        self._search_frozen(frozen, end)
+        self.deadline, (self.reorder, self.recompute) = end, freedom
+        if self.recompute:
+            self._search_tightest()
+        return self.best
+
+    def _is_tight(self) -> bool:
+        """Return whether an operator alone fills nearly the whole arena."""
+        needed = OperatorSequence(self.problem, self._program).working_set.max(initial=0)
+        return self.arena.lower is not None and needed > self.arena.capacity * max(_TIGHTER)
+
+    def _run_tight(self, frozen: list[tuple[bool, bool]]) -> SearchCandidate | None:
+        """Search in the program's order first, then from there with all decisions free.
+
+        With so little memory an order that frees bytes late fits nowhere, and offsets need time.
+        """
+        now, freedom = time.monotonic(), (self.reorder, self.recompute)
+        left = max(0.0, self.deadline - now) * _TIGHT_END
+        again = [decisions for decisions in frozen if decisions[1]]
+        self._search_frozen(again, now + left * _FROZEN_FIRST)
+        self.deadline, (self.reorder, self.recompute) = now + left * _FREE_SHARE, freedom
+        self._search(worth=np.inf)
+        self._search_frozen([decisions for decisions in frozen if not decisions[1]], now + left)
+        self.deadline, (self.reorder, self.recompute) = now + left, freedom
+        self._search_tightest()
+        return self.best
+
+    def _search_tightest(self) -> None:
+        """Search as tight as the operators allow, if they nearly fill the arena."""
+        near = [candidate for candidate in self.finalists() if candidate.dropped]
+        least = max((int(c.choice.sequence.working_set.max()) for c in near), default=0)
+        if least > self.arena.capacity * max(_TIGHTER):
+            self._search_tighter(near, [least])
+
+    def _search_frozen(self, frozen: list[tuple[bool, bool]], end: float) -> None:
         for done, (self.reorder, self.recompute) in enumerate(frozen):
             if self._is_ideal():
                 break
             now = time.monotonic()
             self.deadline = now + max(0.0, end - now) / (len(frozen) - done)
             self._search_anew()
-        self.deadline, (self.reorder, self.recompute) = end, freedom
-        if self.recompute:
-            near = [candidate for candidate in self.finalists() if candidate.dropped]
-            least = max((int(c.choice.sequence.working_set.max()) for c in near), default=0)
-            if least > self.arena.capacity * max(_TIGHTER):  # as tight as the operators allow
-                self._search_tighter(near, [least])
-        return self.best
 
     def _search_tighter(self, finalists: list[SearchCandidate], capacities: Sequence[int]) -> None:
         """Search near the finalists for smaller arenas, which leaves bytes for fragmentation.
