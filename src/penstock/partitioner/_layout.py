@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from penstock.compat.placements import StridedShard
 from penstock.errors import PlanError
 from penstock.graph.step_graph import TensorView
 from penstock.partitioner._mesh import Placement
@@ -100,7 +100,7 @@ def torch_placements(
         dim = dims[0]
         end = view.stride[dim] * view.shape[dim]
         outside = _count_outside(digits, cuts, placement, axis, level, end)
-        found.append(Shard(dim) if outside == 1 else _StridedShard(dim, split_factor=outside))
+        found.append(Shard(dim) if outside == 1 else StridedShard(dim, split_factor=outside))
     return tuple(found)
 
 
