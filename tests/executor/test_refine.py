@@ -92,14 +92,15 @@ def test_a_refined_plan_predicts_what_is_measured(true_graph, share):
 
 
 def test_phases_are_the_parts_of_a_step(graph):
-    _, report = run(plan(graph, machine="h200", time_limit=0.5), graph)
+    """Two steps, of which the second is timed: medians over more would be of several steps."""
+    _, report = run(plan(graph, machine="h200", time_limit=0.5), graph, num_steps=2)
     for phases, whole in (
         (report.phase_seconds, report.step_seconds),
         (report.predicted_phase_seconds, report.predicted_step_seconds),
     ):
         assert list(phases) == ["forward", "backward", "optimizer"]
         assert all(seconds > 0 for seconds in phases.values())
-        assert sum(phases.values()) <= 1.5 * whole
+        assert sum(phases.values()) <= whole * (1 + 1e-9)
     total = sum(report.predicted_phase_seconds.values())
     assert total == pytest.approx(report.predicted_step_seconds)
     assert "phase backward" in str(report)
@@ -128,7 +129,7 @@ def test_operators_that_were_taken_apart_take_what_their_parts_do():
 
 def test_a_report_without_times_is_refused(graph):
     found = plan(graph, machine="h200", time_limit=0.3)
-    _, report = run(found, graph, num_steps=1)
+    _, report = run(found, graph, num_steps=2)
     with pytest.raises(ValueError, match="at least twice"):
         refine(found, report, graph)
 
