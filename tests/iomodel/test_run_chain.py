@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.iomodel import _plan_chain, plan_chain, run_chain
+from penstock.iomodel import _plan_chain, _segment_runs, plan_chain, run_chain
+from penstock.iomodel._modules import find_parameters
 from test_chain import processor
 
 SOFTMAX = functools.partial(F.softmax, dim=-1)
@@ -133,6 +134,27 @@ def test_the_plan_chunks_what_does_not_fit(monkeypatch):
     assert segment.level == "L2" and len(segment.operators) > 1
     assert 2 * 1024 * segment.chunk_rows <= 2**20
     compare(modules, x, plan=plan)
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+def test_times_of_products_in_chunks_are_of_runs_of_some_rows(monkeypatch, is_step: bool):
+    seen: list[int] = []
+
+    def time_best(call, repetitions: int) -> float:
+        call()
+        seen.append(len(call.args[1]))
+        return 2.0 + seen[-1] / 4
+
+    monkeypatch.setattr(_plan_chain, "_time", lambda call: 0.0)  # bytes alone decide
+    monkeypatch.setattr(_segment_runs, "time_best", time_best)
+    modules = [nn.Linear(64, 4096), nn.Softmax(-1), nn.Linear(4096, 8)]
+    x = torch.randn(8192, 64, requires_grad=is_step)
+    with torch.set_grad_enabled(is_step):
+        plan = plan_chain(modules, x, machine=processor())
+    (segment,) = [each for each in plan.segments if each.chunk_rows < len(x)]
+    assert seen == [2 * segment.chunk_rows, 4 * segment.chunk_rows]
+    assert segment.seconds == pytest.approx(2.0 + len(x) / 4)
+    assert all(each.grad is None for each in (x, *find_parameters(modules)))
 
 
 def test_refusals():

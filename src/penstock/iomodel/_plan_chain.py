@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +29,8 @@ from penstock.iomodel._modules import (
     is_plain_linear,
     makes_new_value,
 )
+from penstock.iomodel._segment_runs import SegmentRuns
+from penstock.iomodel._timing import Line, time_best, time_call
 from penstock.memory import MachineProfile
 
 _PRODUCT_BYTES, _CACHED_BYTES = 16 * 2**20, 2**20  # of the rows that are timed, operand or result
@@ -53,7 +54,8 @@ def plan_chain(
 ) -> ChainPlan:
     """Plan the chunks of a chain of modules, from runs of its first rows, which are timed.
 
-    Where gradients are needed, the plan is of a step, forward and backward.
+    Where gradients are needed, the plan is of a step, forward and backward. Chosen chunks and
+    blocks of products then run on up to an eighth of the rows, or on four chunks, for their times.
 
     Args:
         modules: The modules, as `run_chain` takes them.
@@ -61,18 +63,35 @@ def plan_chain(
         *row_args: Its other arguments.
         machine: Levels and rates; None: those of `penstock.probe`.
     """
+    plan, runs = _choose(modules, x, row_args, machine)
+    return runs.time(plan)
+
+
+def choose_chain(modules: Sequence[Module], x: Tensor, *row_args: Tensor) -> ChainPlan:
+    """Return the plan of `plan_chain`, without runs of what it chooses."""
+    return _choose(modules, x, row_args, None)[0]
+
+
+def _choose(
+    modules: Sequence[Module],
+    x: Tensor,
+    row_args: Sequence[Tensor],
+    machine: MachineProfile | None,
+) -> tuple[ChainPlan, SegmentRuns]:
+    """Return the plan of least cost, and what runs its segments."""
     rows, others = flatten_rows(x.detach(), row_args)
     is_step = torch.is_grad_enabled() and (x.requires_grad or bool(find_parameters(modules)))
-    value, operators = rows[:_MOST_ROWS], []
+    value, operators, products = rows[:_MOST_ROWS], [], set()
     for number, module in enumerate(modules):
         extra = others if number == len(modules) - 1 else []
         measured = _ModuleRuns(module, [each[: len(value)] for each in extra], is_step)
-        operator, value = measured.describe(value, modules[:number])
+        operator, value, is_product = measured.describe(value, modules[:number])
         operators.append(operator)
+        products |= {number} if is_product else set()
     if value.dim() == 0:  # gradients are computed beside the result, and nothing twice
         again = {"again_row_seconds": 0.0, "again_chunk_seconds": 0.0}
         operators = [dataclasses.replace(each, **again) for each in operators]
-    return chain(
+    plan = chain(
         operators,
         len(rows),
         machine or this_machine(),
@@ -80,6 +99,15 @@ def plan_chain(
         num_threads=torch.get_num_threads(),
         new_bytes_per_second=_find_new_rate() if x.device.type == "cpu" else None,
     )
+    runs = SegmentRuns(
+        modules=modules,
+        rows=rows,
+        others=others,
+        products=frozenset(products),
+        is_step=is_step,
+        needs_rows=x.requires_grad,
+    )
+    return plan, runs
 
 
 @functools.cache
@@ -87,7 +115,7 @@ def _find_new_rate() -> float:
     """Return the rate at which memory comes from the operating system, in bytes per second."""
 
     def fill(tensor: Tensor) -> float:
-        return _time(lambda: tensor.fill_(1))
+        return time_call(lambda: tensor.fill_(1))
 
     found = []
     for _ in range(_REPETITIONS):
@@ -95,22 +123,6 @@ def _find_new_rate() -> float:
         found.append(max(1e-9, fill(tensor) - fill(tensor)))
         del tensor
     return _NEW_BYTES / min(found)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    """A quantity that grows by the row."""
-
-    chunk: float
-    row: float
-
-    @classmethod
-    def through(cls, few: tuple[int, float], many: tuple[int, float]) -> _Line:
-        (r1, t1), (r2, t2) = few, many
-        if r1 == r2 or t2 <= t1:
-            return cls(0.0, t2 / r2)
-        row = (t2 - t1) / (r2 - r1)
-        return cls(max(0.0, t1 - r1 * row), row if t1 >= r1 * row else t2 / r2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,20 +139,23 @@ class _ModuleRuns:
     others: list[Tensor]
     is_step: bool
 
-    def describe(self, rows: Tensor, before: Sequence[Module]) -> tuple[ChainOperator, Tensor]:
-        """Return the module as an operator of a chain, and its result of the rows."""
+    def describe(
+        self, rows: Tensor, before: Sequence[Module]
+    ) -> tuple[ChainOperator, Tensor, bool]:
+        """Return the module as an operator of a chain, its result, and whether it has products."""
         with torch.no_grad(), FlopCounterMode(display=False) as flops:
             result = self.module(rows, *self.others)
         check_result(self.module, result)
         row_bytes = max(1, result.nbytes // len(rows))
-        most = _PRODUCT_BYTES if flops.get_total_flops() else _CACHED_BYTES
+        is_product = flops.get_total_flops() > 0
+        most = _PRODUCT_BYTES if is_product else _CACHED_BYTES
         many = min(len(rows), max(_LEAST_ROWS, most // max(row_bytes, rows[:1].nbytes)))
         counts = max(1, many // 4), many
-        forward = self._fit(rows, counts, self._run_forward, _time_best)
+        forward = self._fit(rows, counts, self._run_forward, _time)
         step = forward
         run = self._run_step if self.is_step else self._run_forward
         if self.is_step:
-            step = self._fit(rows, counts, run, _time_best)
+            step = self._fit(rows, counts, run, _time)
         new = self._fit(rows, counts, run, _count_new_bytes)
         is_fused = not self.is_step and bool(before) and find_in_place(self.module) is not None
         operator = ChainOperator(
@@ -155,7 +170,7 @@ class _ModuleRuns:
             can_fuse=is_fused and makes_new_value(before[-1]),
             features=self._find_features(before),
         )
-        return operator, result
+        return operator, result, is_product
 
     def _find_features(self, before: Sequence[Module]) -> Features:
         if find_in_place(self.module) is not None:
@@ -171,12 +186,12 @@ class _ModuleRuns:
         counts: tuple[int, int],
         run: Callable[[Tensor, list[Tensor]], object],
         measure: Callable[[Callable[[], object]], float],
-    ) -> _Line:
+    ) -> Line:
         few, many = (
             (n, measure(functools.partial(run, rows[:n], [each[:n] for each in self.others])))
             for n in counts
         )
-        return _Line.through(few, many)
+        return Line.through(few, many)
 
     def _run_forward(self, rows: Tensor, others: list[Tensor]) -> None:
         with torch.no_grad():
@@ -212,15 +227,8 @@ class _ModuleRuns:
         return torch.zeros_like(self.module.weight.detach())
 
 
-def _time_best(call: Callable[[], object]) -> float:
-    call()
-    return min(_time(call) for _ in range(_REPETITIONS))
-
-
 def _time(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    return time_best(call, _REPETITIONS)
 
 
 def _count_new_bytes(call: Callable[[], object]) -> float:

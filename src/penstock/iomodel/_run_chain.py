@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from penstock.iomodel._chain import ChainPlan
-from penstock.iomodel._feature_blocks import FeatureBlocks, can_run_in_blocks
 from penstock.iomodel._levels import check_counts
-from penstock.iomodel._modules import Module, is_plain_linear
-from penstock.iomodel._plan_chain import flatten_rows, plan_chain
-from penstock.iomodel._row_chunks import ChunkedModules
+from penstock.iomodel._modules import Module
+from penstock.iomodel._plan_chain import choose_chain, flatten_rows
+from penstock.iomodel._segment_runs import make_segment
 
 
 def run_chain(
@@ -71,30 +70,16 @@ def run_chain(
         check_counts(chunk_rows=chunk_rows)
         segments = [(everything, chunk_rows, 1)]
     else:
-        plan = plan or plan_chain(modules, x, *row_args)
+        plan = plan or choose_chain(modules, x, *row_args)
         segments = [
             (each.operators, each.chunk_rows, each.feature_blocks) for each in plan.segments
         ]
     for at, count, blocks in segments:
         chosen = [modules[number] for number in at]
-        if feature_blocks or blocks > 1:
-            rows = _find_blocks(chosen, blocks, accumulate)(rows)
-        else:
-            extra = others if at[-1] == len(modules) - 1 else []
-            rows = ChunkedModules(chosen, count, extra, accumulate)(rows)
+        extra = others if at[-1] == len(modules) - 1 else []
+        in_blocks = blocks if feature_blocks or blocks > 1 else None
+        rows = make_segment(chosen, count, in_blocks, extra, accumulate)(rows)
     return rows.reshape(*x.shape[:-1], *rows.shape[1:]) if rows.dim() else rows
-
-
-def _find_blocks(modules: list[Module], count: int, accumulate: bool) -> FeatureBlocks:
-    first, *middle, last = modules if len(modules) > 1 else [*modules, *modules]
-    if not can_run_in_blocks(modules) or not is_plain_linear(first) or not is_plain_linear(last):
-        names = ", ".join(type(each).__name__ for each in modules)
-        raise ValueError(
-            f"feature_blocks is {count} for {names}; pass two nn.Linear of different weights, "
-            "without hooks, with functions of each element such as nn.GELU between them, or pass "
-            "chunk_rows"
-        )
-    return FeatureBlocks(first, middle, last, count, accumulate)
 
 
 def _refuse_autocast(x: Tensor) -> None:
