@@ -1,7 +1,7 @@
 """Execution of a partition: DTensors for what lasts, and each rank's own step on their pieces.
 
 Parameters, buffers and the optimizer's state become DTensors with the partition's placements, which
-checkpoints and `full_tensor()` know. The step itself is each rank's own step graph, whose
+`full_tensor()` knows. The step itself is each rank's own step graph, whose
 collectives are those that the partition says: what DTensor would choose operator by operator is
 another plan, and has no strategy for many operators.
 """
