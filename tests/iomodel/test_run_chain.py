@@ -157,6 +157,14 @@ def test_times_of_products_in_chunks_are_of_runs_of_some_rows(monkeypatch, is_st
     assert all(each.grad is None for each in (x, *find_parameters(modules)))
 
 
+def test_planning_changes_no_input():
+    x = torch.randn(256, 64)
+    before = x.clone()
+    with torch.no_grad():
+        _plan_chain.choose_chain([nn.SiLU(inplace=True), nn.Linear(64, 8)], x)
+    assert torch.equal(x, before)
+
+
 def test_refusals():
     x = torch.randn(8, 4)
     with pytest.raises(ValueError, match="modules is 0"):

@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import penstock
+from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.memory import machine
 from penstock.partitioner import Partition, apply, check, partition
@@ -146,8 +147,15 @@ def train_together(case: Case) -> dict[str, Any]:
         for key, value in model.state_dict().items()
     }
     shards = [each.placements[0].is_shard() for each in model.parameters()]  # pyright: ignore
+    model.eval()
+    try:
+        step(batch)
+        changed = ""
+    except GraphFileError as error:
+        changed = str(error)
     return {
         "losses": losses,
+        "changed": changed,
         "state": state,
         "collectives": (kinds, counts),
         "bytes": (found.exchanged_bytes, step.exchanged_bytes),

@@ -34,6 +34,7 @@ def test_ranks_train_as_one_process_does(tmp_path: Path):
             for key, expected in state.items():
                 given = found["state"][key]
                 assert torch.allclose(given, expected, rtol=TOLERANCE, atol=TOLERANCE), (case, key)
+            assert "evaluation mode" in found["changed"], case
             assert (found["splits"] > 0) is (case[1] != "batch"), case
             if case[0] != "cnn":  # its statistics are exchanged otherwise
                 planned, counted = found["collectives"]

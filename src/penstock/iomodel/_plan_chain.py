@@ -81,7 +81,8 @@ def _choose(
     """Return the plan of least cost, and what runs its segments."""
     rows, others = flatten_rows(x.detach(), row_args)
     is_step = torch.is_grad_enabled() and (x.requires_grad or bool(find_parameters(modules)))
-    value, operators, products = rows[:_MOST_ROWS], [], set()
+    # A copy: modules may work in place, and planning changes nothing of the user's.
+    value, operators, products = rows[:_MOST_ROWS].clone(), [], set()
     for number, module in enumerate(modules):
         extra = others if number == len(modules) - 1 else []
         measured = _ModuleRuns(module, [each[: len(value)] for each in extra], is_step)

@@ -107,9 +107,10 @@ class SegmentRuns:
         return Line.through(few, many)
 
     def _compute_input(self, segment: ChainSegment, count: int) -> Tensor:
-        before = self.modules[: segment.operators[0]]
+        """Return a value of the plan's own, as modules may work in place."""
+        before, rows = self.modules[: segment.operators[0]], self.rows[:count].clone()
         with torch.no_grad():
-            return run_fused(before, self.rows[:count], []) if before else self.rows[:count]
+            return run_fused(before, rows, []) if before else rows
 
     def _run(self, segment: ChainSegment, rows: Tensor) -> None:
         chosen = [self.modules[at] for at in segment.operators]

@@ -1,9 +1,9 @@
 """Execution of a partition: DTensors for what lasts, and each rank's own step on their pieces.
 
 Parameters, buffers and the optimizer's state become DTensors with the partition's placements, which
-`full_tensor()` knows. The step itself is each rank's own step graph, whose
-collectives are those that the partition says: what DTensor would choose operator by operator is
-another plan, and has no strategy for many operators.
+`full_tensor()` knows. The step itself is each rank's own step graph, whose collectives are those
+that the partition says: what DTensor would choose operator by operator is another plan, and has no
+strategy for many operators.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from penstock.graph.bindings import (
 )
 from penstock.graph.encoding import dtype_from_name
 from penstock.graph.fsdp.shards import ShardedModel, is_sharded
+from penstock.graph.guards import Guards
 from penstock.graph.reference import ReferenceRun
 from penstock.graph.step_graph import StepGraph
 from penstock.partitioner._layout import cut_tensor, torch_placements
@@ -91,11 +92,14 @@ def apply(
     distribution = _Distribution(graph, partition, rank, mesh)
     entries = find_entries(graph, model, loss, optimizer, ShardedModel(nn.Module()))
     placed = {each.name: distribution.placements(each.name) for each in entries}
+    roots = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+    Guards(graph, roots, optimizer).check()
     distribution.run(entries, placed, optimizer)
     if any(each.random for each in graph.operators):
         _share_random_state()
     entries = find_entries(rank.graph, model, loss, optimizer, ShardedModel(nn.Module()))
-    return PartitionedStep(partition, rank, distribution, entries, optimizer)
+    guards = Guards(graph, roots, optimizer)
+    return PartitionedStep(partition, rank, distribution, entries, optimizer, guards)
 
 
 class PartitionedStep:
@@ -114,6 +118,7 @@ class PartitionedStep:
         distribution: _Distribution,
         entries: list[StateEntry],
         optimizer: torch.optim.Optimizer,
+        guards: Guards,
     ) -> None:
         self.partition = partition
         self.graph = rank.graph
@@ -121,6 +126,7 @@ class PartitionedStep:
         self._distribution = distribution
         self._entries = entries
         self._optimizer = optimizer
+        self._guards = guards
 
     @property
     def exchanged_bytes(self) -> int:
@@ -135,6 +141,7 @@ class PartitionedStep:
             GraphFileError: Model or optimizer are not as they were captured.
             PenstockError: A collective has failed, as when another rank has ended.
         """
+        self._guards.check()
         whole = bind_batch(self._distribution.graph, batch)
         tensors = {name: self._distribution.cut(name, each) for name, each in whole.items()}
         tensors |= {each.name: each.take(self.graph) for each in self._entries}

@@ -30,10 +30,10 @@ from penstock.executor.run.planning import PlannedGraph
 from penstock.executor.run.report import ExecutionReport, Timing, predict
 from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.binding import StateBinding
-from penstock.executor.state.guards import Guards
 from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.executable import copies_results
+from penstock.graph.guards import Guards
 from penstock.memory import Ledger, Link, Tier
 from penstock.planner import Transfer
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError, stacklevel_of_user
-from penstock.graph import StepGraph
 from penstock.graph.capturing.module_state import (
     autocast_of,
     evaluation_modules,
@@ -22,6 +21,7 @@ from penstock.graph.capturing.module_state import (
     modules_in,
     parameters_in,
 )
+from penstock.graph.step_graph import StepGraph
 
 _REMEDY = "put it back before the step, or capture, plan and bind the step as it is now"
 
