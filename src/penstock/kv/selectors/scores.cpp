@@ -15,8 +15,6 @@
 
 namespace {
 
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-
 constexpr int64_t kMostRows = 4;           // that are computed together
 constexpr int64_t kFewProducts = 1 << 18;  // fewer are computed by one thread
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -55,13 +53,27 @@ inline float widen(uint16_t half) {
   return value;
 }
 
-inline Bytes load_bytes(const uint8_t* from, int64_t count) {
-  Bytes bytes = {};
-  if (count == kLanes)
-    std::memcpy(&bytes, from, sizeof bytes);
-  else
-    std::memcpy(&bytes, from, count);
+// Return a vector of bytes as integers. GCC converts them one by one where the type asks for it.
+inline Bits load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Bits>(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return reinterpret_cast<Bits>(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  Bits bytes;
+  for (int64_t i = 0; i < kLanes; ++i) bytes[i] = from[i];
   return bytes;
+#endif
+}
+
+// Return `count` bytes, at most a vector, and zeros.
+inline Bits load_bytes(const uint8_t* from, int64_t count) {
+  if (count == kLanes) return load_bytes(from);
+  uint8_t filled[kLanes] = {};
+  std::memcpy(filled, from, count);
+  return load_bytes(filled);
 }
 
 // One thread's work.
@@ -122,7 +134,7 @@ class Worker {
       const uint8_t* from = levels + t;
       const float* factor = scaled.data();
       for (int64_t i = 0; i < r; i += 2, from += call.num_tokens, factor += 2 * Rows) {
-        const Bits both = __builtin_convertvector(load_bytes(from, count), Bits);
+        const Bits both = load_bytes(from, count);
         const Vector low = __builtin_convertvector(both & 15, Vector);
         const Vector high = __builtin_convertvector(both >> 4, Vector);
         UNROLLED for (int j = 0; j < Rows; ++j) {
