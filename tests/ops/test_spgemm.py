@@ -263,7 +263,9 @@ def test_compiled_functions_may_build_sparse_tensors(path: str):
     b = draw(3, 4, 0.8, 1)
 
     def run(values: Tensor) -> Tensor:
-        a = torch.sparse_csr_tensor(torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), values, (2, 3))
+        a = torch.sparse_csr_tensor(
+            torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), values, (2, 3)
+        )
         pattern = product_pattern(a, b)
         return spgemm(a, b).values() + spgemm(2 * a, b, pattern=pattern).values()
 
