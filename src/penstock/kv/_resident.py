@@ -41,11 +41,10 @@ class ResidentLayers:
             state: The layer's blocks.
             layer: Its number.
             first_block: Number of the first block that may be read.
-            chosen: Numbers of blocks, int64 `(B, H, k)`.
+            chosen: Numbers of blocks, int64 `(B, H, k)`, distinct for each sequence and head.
 
         Returns:
-            Both `(B, H, k + 1)`; None also where blocks are not ascending, or where several
-            sequences have one.
+            Both `(B, H, k + 1)`; None also where some are fills, or are in several sequences.
         """
         found = self._look_up(state, layer, first_block)
         if found.addresses is None:
@@ -111,19 +110,18 @@ class ResidentLayer:
         )
 
     def find_pages(self, blocks: np.ndarray) -> np.ndarray | None:
-        """Return the pages of blocks, ascending for each sequence and head.
+        """Return the pages of blocks.
 
         Args:
-            blocks: Numbers, int64 `(B, H, k)`.
+            blocks: Numbers, int64 `(B, H, k)`, distinct for each sequence and head.
 
         Returns:
-            Pages, of the same shape; None where numbers are not ascending, or not of this layer.
+            Pages, of the same shape; None where a number is a fill, or not of these blocks.
         """
         if blocks.shape[:2] != self.counts.shape[:2] or not blocks.shape[2]:
             return None
         columns = blocks - self._first_block if self._first_block else blocks
-        is_ascending = (columns[..., 1:] > columns[..., :-1]).all()
-        if not is_ascending or columns.min() < 0 or columns.max() >= self._table.shape[1]:
+        if columns.min() < 0 or columns.max() >= self._table.shape[1]:
             return None
         return self._table[np.arange(len(columns))[:, None, None], columns]
 
