@@ -60,7 +60,7 @@ def test_random_rows_are_measured_in_small_and_huge_pages():
     assert all(each.bytes_per_second > 0 and each.num_runs == 2 for each in rates.values())
     profile = dataclasses.replace(machine("h200"), page_rates=rates)
     assert MachineProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
-    assert "random rows, pages of 2 MiB" in str(profile)
+    assert "random rows, pages of 2.00 MiB" in str(profile)
 
 
 def test_profiles_of_older_versions_have_no_caches():

@@ -40,10 +40,11 @@ def test_rows_by_page_are_the_rows(
     assert not memory[gap + count * row_bytes :].any()
 
 
-def test_large_results_go_past_the_caches():
-    index = torch.randint(0, len(TABLE), (80_000,))
-    table = TABLE[:, :128].contiguous()
-    out = torch.empty(80_000, 128, dtype=torch.uint8)
+def test_large_results_go_past_the_caches_and_are_sorted_in_several_windows():
+    count = 150_000 * torch.get_num_threads()
+    index = torch.randint(0, len(TABLE), (count,))
+    table = TABLE[:, :64].contiguous()
+    out = torch.empty(count, 64, dtype=torch.uint8)
     read_rows(table, index, out, by_page=True)
     assert same_bits(out, table[index])
 

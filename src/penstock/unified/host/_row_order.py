@@ -14,7 +14,7 @@ from collections.abc import Callable
 _LEAST_TABLE_BYTES = 256 * 2**20  # behind the caches, and of many huge pages
 _LEAST_INDICES = 8192
 _LEAST_ROW_BYTES = 64  # a line: parts of lines would be written in any order
-_MOST_NUMBER = 2**32 - 1  # of rows and indices, in the sort's 32 bits
+_MOST_ROWS = 2**32  # whose numbers the sort has 32 bits for
 _NUM_TRIALS = 3  # of each order
 _PAYS_BELOW = 0.95  # of the time in the batch's order
 
@@ -40,7 +40,7 @@ class RowOrder:
         self.may_sort = (
             num_rows * row_bytes >= _LEAST_TABLE_BYTES
             and row_bytes >= _LEAST_ROW_BYTES
-            and num_rows <= _MOST_NUMBER
+            and num_rows <= _MOST_ROWS
         )
         self.last = "as given"
         self._clock = clock
@@ -54,7 +54,7 @@ class RowOrder:
             num_indices: Rows of the batch.
             read: Function that reads the batch; true asks it to read page by page.
         """
-        if not self.may_sort or not _LEAST_INDICES <= num_indices <= _MOST_NUMBER:
+        if not self.may_sort or num_indices < _LEAST_INDICES:
             read(False)
             return
         size = num_indices.bit_length()

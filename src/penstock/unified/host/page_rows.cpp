@@ -9,14 +9,15 @@ namespace {
 
 constexpr int kHugePageBits = 21;
 constexpr int64_t kMaxBuckets = 8192;  // whose counters stay in the nearest caches
+constexpr int64_t kWindow = 1 << 17;   // rows that are sorted together: 1 MiB of places
 
-// Of a row that is read: its number, and its position in the thread's part of the batch.
+// Of a row that is read: its number, and its position in the window.
 struct Place {
   uint32_t row;
   uint32_t position;
 };
 
-// Writes the thread's rows to `places`, page by page, and within a page in their order.
+// Writes the rows of a window to `places`, page by page, and within a page in their order.
 //
 //   ends[b] = sum over b' <= b of |{row : bucket(row) = b'}|
 template <class Index>
@@ -48,34 +49,39 @@ void sort_by_page(const Batch& batch, const Index* index, int64_t begin, int64_t
 }
 
 template <class Index>
-int64_t read_by_page(const Batch& batch, const Index* index, char* out, Place* places,
-                     bool streaming) {
+int64_t read_by_page(const Batch& batch, const Index* index, char* out, bool streaming) {
+  // Kept from call to call: new memory costs more page faults than the sort has rows.
+  static thread_local Place places[kWindow];
   FirstBad bad;
   const int64_t row_bytes = batch.row_bytes;
   const int64_t block = std::max(kBlockBytes / row_bytes, int64_t{1});
   const bool on_lines = (reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(row_bytes)) %
                             static_cast<uintptr_t>(kLine) == 0;
-  parallel(static_cast<int>(batch.num_threads), [&](int thread, int count) {
-    const int64_t begin = batch.num_indices * thread / count;
-    const int64_t end = batch.num_indices * (thread + 1) / count;
-    sort_by_page(batch, index, begin, end, places + begin, bad);
-    int64_t rows[kBlockBytes / kLine];  // of a block, which is read together: see read_streaming
-    for (int64_t first = begin; first < end; first += block) {
-      const int64_t num_rows = std::min(block, end - first);
-      for (int64_t i = 0; i < num_rows; ++i) rows[i] = places[first + i].row;
-      prefetch_rows(batch, rows, num_rows);
-      for (int64_t i = 0; i < num_rows; ++i) {
-        char* to = out + (begin + places[first + i].position) * row_bytes;
-        const char* from = batch.rows + rows[i] * batch.stride;
+  const auto copy = [&](char* to, const char* from) {
 #if defined(__AVX512F__)
-        if (streaming && on_lines) {
-          stream(to, from, row_bytes);
-        } else {
-          VectorCopy()(to, from, row_bytes);
-        }
+    if (streaming && on_lines) {
+      stream(to, from, row_bytes);
+    } else {
+      VectorCopy()(to, from, row_bytes);
+    }
 #else
-        AnyCopy()(to, from, row_bytes);
+    AnyCopy()(to, from, row_bytes);
 #endif
+  };
+  parallel(static_cast<int>(batch.num_threads), [&](int thread, int count) {
+    const int64_t last = batch.num_indices * (thread + 1) / count;
+    int64_t rows[kBlockBytes / kLine];  // of a block, which is read together: see read_streaming
+    for (int64_t begin = batch.num_indices * thread / count; begin < last; begin += kWindow) {
+      const int64_t end = std::min(begin + kWindow, last);
+      sort_by_page(batch, index, begin, end, places, bad);
+      for (int64_t first = 0; first < end - begin; first += block) {
+        const int64_t num_rows = std::min(block, end - begin - first);
+        for (int64_t i = 0; i < num_rows; ++i) rows[i] = places[first + i].row;
+        prefetch_rows(batch, rows, num_rows);
+        for (int64_t i = 0; i < num_rows; ++i) {
+          copy(out + (begin + places[first + i].position) * row_bytes,
+               batch.rows + rows[i] * batch.stride);
+        }
       }
     }
 #if defined(__AVX512F__)
@@ -88,11 +94,10 @@ int64_t read_by_page(const Batch& batch, const Index* index, char* out, Place* p
 
 }  // namespace
 
-// Copies rows as `penstock_read_rows` does, page by page; `places` are 8 bytes for each index. Rows
-// have at least the bytes of a line, and their number and that of the indices is below 2^32.
-extern "C" int64_t penstock_read_rows_by_page(const Batch* batch, char* out, int32_t streaming,
-                                              char* places) {
+// Copies rows as `penstock_read_rows` does, page by page. A row has at least the bytes of a line, and
+// the table fewer than 2^32 rows.
+extern "C" int64_t penstock_read_rows_by_page(const Batch* batch, char* out, int32_t streaming) {
   return with_index(*batch, [&](auto index) {
-    return read_by_page(*batch, index, out, reinterpret_cast<Place*>(places), streaming != 0);
+    return read_by_page(*batch, index, out, streaming != 0);
   });
 }

@@ -157,12 +157,7 @@ def read_rows(
         return
     num_bytes = out.numel() * out.element_size()
     last = out.data_ptr(), num_bytes >= _STREAM_BYTES
-    if not by_page:
-        _call(library.penstock_read_rows, table, index, negative, num_bytes, single_thread, last)
-        return
-    places = torch.empty(index.numel(), dtype=torch.int64)
-    last = *last, places.data_ptr()
-    function = library.penstock_read_rows_by_page
+    function = library.penstock_read_rows_by_page if by_page else library.penstock_read_rows
     _call(function, table, index, negative, num_bytes, single_thread, last)
 
 
@@ -258,7 +253,7 @@ def _library() -> ctypes.CDLL | None:
         flags=_FLAGS,
         functions={
             "penstock_read_rows": (count, [pointer, pointer, flag]),
-            "penstock_read_rows_by_page": (count, [pointer, pointer, flag, pointer]),
+            "penstock_read_rows_by_page": (count, [pointer, pointer, flag]),
             "penstock_write_rows": (count, [pointer, pointer, count]),
             "penstock_add_rows": (count, [pointer, pointer, count, ctypes.c_double, flag]),
         },
