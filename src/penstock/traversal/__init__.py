@@ -1,5 +1,6 @@
 """Traversals of graphs whose lists are tables, in memory or in files."""
 
+from penstock.traversal._graph import CSRGraph
 from penstock.traversal._sampler import Neighborhood, NeighborSampler
 
-__all__ = ["NeighborSampler", "Neighborhood"]
+__all__ = ["CSRGraph", "NeighborSampler", "Neighborhood"]
