@@ -65,8 +65,8 @@ def _find_roots(part: RankGraph) -> Tensor:
         num_joined = 0
         for begin, end in part.split_own():
             degrees, entries = part.read_own(begin, end)
-            here = roots[torch.arange(begin, end).repeat_interleave(degrees)]
-            there = roots[entries]
+            here = roots[begin:end].repeat_interleave(degrees)
+            there = roots.index_select(0, entries)
             differs = here != there
             here, there = here[differs], there[differs]
             num_joined += len(here)
@@ -75,7 +75,7 @@ def _find_roots(part: RankGraph) -> Tensor:
         if not num_joined:
             return roots
         while True:
-            shorter = roots[roots]
+            shorter = roots.index_select(0, roots)
             if torch.equal(shorter, roots):
                 break
             roots = shorter

@@ -72,6 +72,16 @@ class Exchange:
         ones = [1] * self.num_ranks
         return self.trade(torch.tensor(sent), ones, ones, "counts").tolist()
 
+    def spread(self, table: Tensor, kind: str) -> Tensor:
+        """Return rank 0's table on all ranks; those of the others are written over."""
+        if self._group is not None:
+            with self._watch(kind):
+                distributed.broadcast(table, group=self._group, group_src=0)
+            if self.rank == 0:
+                self.num_messages[kind] += len(table) * (self.num_ranks - 1)
+                self.sent_bytes[kind] += table.nbytes * (self.num_ranks - 1)
+        return table
+
     def sum(self, value: float) -> float:
         """Return the sum of a number over the ranks; the same bits on all of them."""
         return self._reduce(torch.tensor(value, dtype=torch.float64), "sum").item()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from penstock.traversal._exchange import Exchange
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._lists import INTEGERS, read_entries
 
@@ -15,8 +16,8 @@ Split = Literal["random", "contiguous", "cluster"]
 SPLITS = ("random", "contiguous", "cluster")
 MOST_RANKS = 2**15 - 1
 _BLOCK_NODES = 2**16
-_CLUSTER_NODES = 512  # that are placed at once
-_NUM_PASSES = 4
+_CLUSTER_NODES = 2048  # that are placed at once
+_NUM_PASSES = 3
 _SLACK = 1.02  # of a rank's share
 
 
@@ -59,17 +60,16 @@ class Ownership:
         return self.split.nbytes if isinstance(self.split, Tensor) else 0
 
 
-def find_ownership(graph: CSRGraph, split: Any, num_ranks: int, seed: int) -> Ownership:
-    """Return the owners for an argument `split` of `RankGraph`.
+def find_ownership(graph: CSRGraph, split: Any, exchange: Exchange, seed: int) -> Ownership:
+    """Return the owners for an argument `split` of `RankGraph`; clusters are found by one rank.
 
     Raises:
         TypeError: `split` is neither a name nor a tensor of integers.
         ValueError: It is another name, or a table that does not fit the graph or the ranks.
     """
+    num_nodes, num_ranks = graph.num_nodes, exchange.num_ranks
     if isinstance(split, Tensor):
-        return Ownership(
-            _check_table(split, graph.num_nodes, num_ranks), graph.num_nodes, num_ranks, 0
-        )
+        return Ownership(_check_table(split, num_nodes, num_ranks), num_nodes, num_ranks, 0)
     if not isinstance(split, str):
         raise TypeError(f"split: expected a name or a tensor of owners, got {type(split).__name__}")
     if split not in SPLITS:
@@ -77,9 +77,12 @@ def find_ownership(graph: CSRGraph, split: Any, num_ranks: int, seed: int) -> Ow
             f"split={split!r}: expected one of {', '.join(map(repr, SPLITS))}, or a tensor of "
             "owners"
         )
-    if split == "cluster":
-        return Ownership(find_clusters(graph, num_ranks), graph.num_nodes, num_ranks, seed)
-    return Ownership(split, graph.num_nodes, num_ranks, seed)
+    if split != "cluster":
+        return Ownership(split, num_nodes, num_ranks, seed)
+    table = torch.zeros(num_nodes, dtype=_narrowest(num_ranks))
+    if exchange.rank == 0:
+        table = find_clusters(graph, num_ranks)
+    return Ownership(exchange.spread(table, "clusters"), num_nodes, num_ranks, seed)
 
 
 def _check_table(table: Tensor, num_nodes: int, num_ranks: int) -> Tensor:
@@ -131,7 +134,7 @@ def find_clusters(graph: CSRGraph, num_ranks: int) -> Tensor:
             weights = degrees.double() + 1
             loads.index_add_(0, before, -weights)
             row = torch.arange(len(nodes)).repeat_interleave(degrees)
-            cells = row * (num_ranks + 1) + owners[neighbors]
+            cells = row * (num_ranks + 1) + owners.index_select(0, neighbors)
             counts = torch.bincount(cells, minlength=len(nodes) * (num_ranks + 1))
             near = counts.view(len(nodes), -1)[:, :num_ranks]
             chosen = _place(near, weights, loads[:num_ranks], capacity)

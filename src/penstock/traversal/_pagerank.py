@@ -81,45 +81,40 @@ class _Iteration:
     @classmethod
     def of(cls, part: RankGraph) -> _Iteration:
         """Count the edges that leave each node."""
-        leaving = torch.zeros(part.num_own, dtype=torch.int32)
-        of_halo = torch.zeros(part.num_halo, dtype=torch.int32)
+        if part.flow == "target_to_source":  # the lists themselves are the edges that leave
+            leaving = torch.zeros(part.num_own, dtype=torch.int32)
+            for begin, end in part.split_own():
+                leaving[begin:end] = part.read_own(begin, end)[0]
+            return cls(part, leaving)
+        counts = torch.zeros(part.num_own + part.num_halo, dtype=torch.int32)
         for begin, end in part.split_own():
-            degrees, entries = part.read_own(begin, end)
-            if part.flow == "target_to_source":
-                leaving[begin:end] = degrees
-                continue
-            ones = torch.ones(len(entries), dtype=torch.int32)
-            _add_entries(entries, ones, leaving, of_halo)
-        if part.flow == "source_to_target":
-            part.push_halo(of_halo, leaving, "sum", "degrees")
-        return cls(part, leaving)
+            entries = part.read_own(begin, end)[1]
+            counts.index_add_(0, entries, counts.new_ones(1).expand(len(entries)))
+        leaving = counts[: part.num_own]
+        part.push_halo(counts[part.num_own :], leaving, "sum", "degrees")
+        return cls(part, leaving.clone())
 
     def spread(self, values: Tensor) -> tuple[Tensor, float]:
         """Return the sums of what flows to each node, and the values of nodes without edges."""
         part, num_leaving = self.part, self.num_leaving
         dangling = part.exchange.sum(float(values[num_leaving == 0].sum()))
         along = values / num_leaving.clamp(min=1)
-        arriving = torch.zeros_like(values)
         if part.flow == "source_to_target":  # the lists have the sources: their values are pulled
             known = torch.cat([along, part.pull_halo(along, _KIND)])
+            arriving = torch.empty_like(values)
             for begin, end in part.split_own():
                 degrees, entries = part.read_own(begin, end)
-                row = torch.arange(begin, end).repeat_interleave(degrees)
-                arriving.index_add_(0, row, known[entries])
+                arriving[begin:end] = torch.segment_reduce(
+                    known.index_select(0, entries), "sum", lengths=degrees, initial=0
+                )
             return arriving, dangling
-        of_halo = torch.zeros(part.num_halo, dtype=torch.float64)
+        sums = values.new_zeros(part.num_own + part.num_halo)
         for begin, end in part.split_own():
             degrees, entries = part.read_own(begin, end)
-            _add_entries(entries, along[begin:end].repeat_interleave(degrees), arriving, of_halo)
-        part.push_halo(of_halo, arriving, "sum", _KIND)
+            sums.index_add_(0, entries, along[begin:end].repeat_interleave(degrees))
+        arriving = sums[: part.num_own]
+        part.push_halo(sums[part.num_own :], arriving, "sum", _KIND)
         return arriving, dangling
-
-
-def _add_entries(entries: Tensor, values: Tensor, own: Tensor, halo: Tensor) -> None:
-    """Add values to the nodes that entries name by number."""
-    is_own = entries < len(own)
-    own.index_add_(0, entries[is_own], values[is_own])
-    halo.index_add_(0, entries[~is_own] - len(own), values[~is_own])
 
 
 def _check_numbers(damping: float, tol: float, max_iterations: int) -> None:

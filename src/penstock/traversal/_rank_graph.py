@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from penstock.tables import Report
 from penstock.traversal._exchange import Exchange, find_group
 from penstock.traversal._graph import CSRGraph
-from penstock.traversal._lists import narrow, read_entries
+from penstock.traversal._lists import in_memory, narrow, read_entries
 from penstock.traversal._ownership import MOST_RANKS, Ownership, Split, find_ownership
 
 _BLOCK_ENTRIES = 2**16
@@ -67,7 +67,7 @@ class RankGraph:
             memory has all of it there.
         split: Owners of the nodes: "random", by a hash of their ids, which divides lists of every
             length alike; "contiguous", ranges of ids, where ids near each other are neighbours; or
-            "cluster", which reads the graph four times to keep neighbours together. Or a tensor of
+            "cluster", for which one rank reads the graph three times, to keep neighbours together. Or a tensor of
             ranks of shape (num_nodes,), as METIS gives it, the same on all ranks.
         group: The ranks, with gloo; None: all of `torch.distributed`, or this process alone where
             there are none.
@@ -115,7 +115,7 @@ class RankGraph:
         self._halo = self._send_positions = empty
         if exchange.num_ranks > MOST_RANKS:
             raise ValueError(f"group: expected up to {MOST_RANKS} ranks, got {exchange.num_ranks}")
-        self._owners = find_ownership(graph, split, exchange.num_ranks, seed)
+        self._owners = find_ownership(graph, split, exchange, seed)
         if self._is_whole:
             self._own, self.num_own = empty, graph.num_nodes
             self._indptr, self._indices = graph.indptr, graph.indices
@@ -126,6 +126,7 @@ class RankGraph:
             self._indptr, self._indices = _read_own(graph, self._own)
             self._find_halo()
         self.num_halo = len(self._halo)
+        self._is_file = in_memory(self._indices) is None
 
     def _find_halo(self) -> None:
         """Find the nodes of other ranks in the lists, number all, and tell the owners."""
@@ -208,10 +209,13 @@ class RankGraph:
     # -------------------------------------------------------------- lists
 
     def read_own(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the lists of consecutive own nodes: their lengths, and their entries by number."""
-        offsets = read_entries(self._indptr, torch.arange(begin, end + 1))
-        places = torch.arange(int(offsets[0]), int(offsets[-1]))
-        return offsets.diff(), self._check(read_entries(self._indices, places))
+        """Return the lists of consecutive own nodes: their lengths, and their entries by number.
+
+        The entries are int32 or int64, in the graph's memory where they are in memory.
+        """
+        offsets = _read_range(self._indptr, begin, end + 1).long()
+        entries = _read_range(self._indices, int(offsets[0]), int(offsets[-1]))
+        return offsets.diff(), self._check(entries)
 
     def split_own(self, most_entries: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield ranges of own nodes whose lists have a number of entries at most, or one node.
@@ -222,7 +226,7 @@ class RankGraph:
         most = self.block_entries if most_entries is None else most_entries
         for first in range(0, self.num_own, _BLOCK_NODES):
             last = min(first + _BLOCK_NODES, self.num_own)
-            offsets = read_entries(self._indptr, torch.arange(first, last + 1))
+            offsets = _read_range(self._indptr, first, last + 1)
             begin = 0
             while begin < last - first:
                 end = int(torch.searchsorted(offsets, offsets[begin] + most, right=True)) - 1
@@ -233,7 +237,7 @@ class RankGraph:
     def read_lists(self, positions: Tensor) -> Iterator[Tensor]:
         """Yield the entries of the lists of own nodes, by number, in blocks."""
         most = self.block_entries
-        for part in positions.split(_BLOCK_NODES):
+        for part in positions.split(_BLOCK_NODES) if len(positions) else ():
             both = read_entries(self._indptr, torch.stack([part, part + 1]))
             ends = (both[1] - both[0]).cumsum(0)
             cuts = torch.searchsorted(ends, torch.arange(most, max(int(ends[-1]), most), most)) + 1
@@ -248,7 +252,12 @@ class RankGraph:
         return min(_BLOCK_ENTRIES, max(len(self._indices) // _WIDEST_PART, 256))
 
     def _check(self, entries: Tensor) -> Tensor:
-        """Return entries of a list; raise for one that is no node, as in a damaged file."""
+        """Return entries of a list; raise for one that is no node, as in a damaged file.
+
+        Those in memory were looked at when the graph was made.
+        """
+        if not self._is_file:
+            return entries
         wrong = (entries < 0) | (entries >= self.num_own + self.num_halo)
         if wrong.any():
             raise ValueError(
@@ -342,6 +351,12 @@ def as_rank_graph(graph: Any) -> RankGraph:
     if isinstance(graph, CSRGraph):
         return RankGraph.whole(graph)
     raise TypeError(f"graph: expected a CSRGraph or a RankGraph, got {type(graph).__name__}")
+
+
+def _read_range(values: Tensor, begin: int, end: int) -> Tensor:
+    """Return consecutive entries of a list."""
+    found = in_memory(values)
+    return read_entries(values, torch.arange(begin, end)) if found is None else found[begin:end]
 
 
 def list_places(starts: Tensor, degrees: Tensor) -> Tensor:
