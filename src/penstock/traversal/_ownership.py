@@ -16,7 +16,7 @@ Split = Literal["random", "contiguous", "cluster"]
 SPLITS = ("random", "contiguous", "cluster")
 MOST_RANKS = 2**15 - 1
 _BLOCK_NODES = 2**16
-_CLUSTER_NODES = 2048  # that are placed at once
+_CLUSTER_NODES = 512  # that are placed at once
 _NUM_PASSES = 3
 _SLACK = 1.02  # of a rank's share
 

@@ -67,8 +67,8 @@ class RankGraph:
             memory has all of it there.
         split: Owners of the nodes: "random", by a hash of their ids, which divides lists of every
             length alike; "contiguous", ranges of ids, where ids near each other are neighbours; or
-            "cluster", for which one rank reads the graph three times, to keep neighbours together. Or a tensor of
-            ranks of shape (num_nodes,), as METIS gives it, the same on all ranks.
+            "cluster", for which one rank reads the graph three times, to keep neighbours together.
+            Or a tensor of ranks of shape (num_nodes,), as METIS gives it, the same on all ranks.
         group: The ranks, with gloo; None: all of `torch.distributed`, or this process alone where
             there are none.
         seed: Seed of "random".
