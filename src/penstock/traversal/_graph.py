@@ -252,6 +252,10 @@ class CSRGraph:
             )
         return starts, degrees
 
+    def read_neighbors(self, places: Tensor) -> Tensor:
+        """Return the entries of `indices` at some places, int64 on their device."""
+        return read_entries(self.indices, places)
+
     def __repr__(self) -> str:
         return (
             f"CSRGraph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, flow={self.flow!r})"
