@@ -137,14 +137,17 @@ def split_khop(
     """Yield the closures of consecutive parts of the seeds, each within a budget.
 
     A part that does not fit is halved before its edges have memory; after one that fits, the next
-    may have twice as many seeds. The budget holds for each part by itself: drop one before the
-    next, or give half of the bytes.
+    may have twice as many seeds. The budget is that of each part by itself: a loop that ends with
+    `del part` has one at a time.
 
     Example:
         >>> graph = CSRGraph([0, 1, 2, 3], [1, 2, 0])
-        >>> parts = split_khop(graph, torch.tensor([0, 1, 2]), 1, max_bytes=100)
-        >>> [part.nodes.tolist() for part in parts]
-        [[0, 1], [1, 2], [2, 0]]
+        >>> for part in split_khop(graph, torch.tensor([0, 1, 2]), 1, max_bytes=100):
+        ...     print(part.seeds, part.nodes.tolist())
+        ...     del part
+        slice(0, 1, None) [0, 1]
+        slice(1, 2, None) [1, 2]
+        slice(2, 3, None) [2, 0]
 
     Args:
         graph: The graph; see `khop` for this and what follows.
