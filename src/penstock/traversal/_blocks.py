@@ -79,11 +79,5 @@ def _read(graph: CSRGraph, places: Tensor) -> Tensor:
     found = graph.read_neighbors(places)
     wrong = ((found < 0) | (found >= graph.num_nodes)).nonzero()
     if len(wrong):
-        raise damage(graph, int(places[wrong[0]]))
+        raise graph.damage(int(places[wrong[0]]))
     return found
-
-
-def damage(graph: CSRGraph, place: int) -> ValueError:
-    """Return the error of an entry that is no node."""
-    node = int(graph.read_neighbors(torch.tensor([place])))
-    return ValueError(f"indices[{place}] is {node}, but the graph has {graph.num_nodes} nodes")

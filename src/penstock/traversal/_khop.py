@@ -19,7 +19,8 @@ from penstock.traversal._lists import check_seeds, read_entries
 from penstock.traversal._search import NodeSearch, count_edges, write_edges
 from penstock.units import format_bytes, parse_bytes
 
-_NODE_BYTES, _EDGE_BYTES, _ID_BYTES = 8, 16, 8
+NODE_BYTES, EDGE_BYTES, ID_BYTES = 8, 16, 8
+"""Bytes of a node or a seed, of an edge, and of an edge's id, in a closure."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,8 +113,8 @@ def khop(
         ValueError: `seeds` has another shape, `hops` is below 0, `reverse` has other edges, or the
             graph is damaged.
     """
-    request = _Request.of(graph, seeds, hops, edge_ids, reverse)
-    limit = _parse_limit(max_bytes)
+    request = KhopRequest.of(graph, seeds, hops, edge_ids, reverse)
+    limit = parse_limit(max_bytes)
     try:
         return request.find(0, len(request.seeds), limit)
     except BudgetExceeded:
@@ -165,8 +166,8 @@ def split_khop(
             least budget for it.
         Exception: As `khop`, before the first part.
     """
-    request = _Request.of(graph, seeds, hops, edge_ids, reverse)
-    limit = _parse_limit(max_bytes)
+    request = KhopRequest.of(graph, seeds, hops, edge_ids, reverse)
+    limit = parse_limit(max_bytes)
     if limit is None:
         raise TypeError('max_bytes: expected bytes, or a string such as "2GiB", got None')
     return _split(request, limit)
@@ -197,11 +198,11 @@ def count_khop(
     Raises:
         Exception: As `khop`.
     """
-    request = _Request.of(graph, seeds, hops, edge_ids, reverse)
+    request = KhopRequest.of(graph, seeds, hops, edge_ids, reverse)
     return request.count(0, len(request.seeds))
 
 
-def _split(request: _Request, limit: int) -> Iterator[Closure]:
+def _split(request: KhopRequest, limit: int) -> Iterator[Closure]:
     begin, most = 0, len(request.seeds)
     while begin < len(request.seeds):
         count = min(most, len(request.seeds) - begin)
@@ -217,7 +218,7 @@ def _split(request: _Request, limit: int) -> Iterator[Closure]:
         begin, most = begin + count, 2 * count
 
 
-def _error_of_seed(request: _Request, position: int, limit: int) -> CapacityError:
+def _error_of_seed(request: KhopRequest, position: int, limit: int) -> CapacityError:
     needed = request.count(position, position + 1).peak_bytes
     return CapacityError(
         f"max_bytes={limit}: seeds[{position}], node {int(request.seeds[position])}, alone needs "
@@ -226,7 +227,7 @@ def _error_of_seed(request: _Request, position: int, limit: int) -> CapacityErro
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Request:
+class KhopRequest:
     """The arguments of a call, compared with each other."""
 
     graph: CSRGraph
@@ -240,7 +241,7 @@ class _Request:
     @classmethod
     def of(
         cls, graph: Any, seeds: Any, hops: Any, edge_ids: bool, reverse: CSRGraph | None
-    ) -> _Request:
+    ) -> KhopRequest:
         """Return the arguments of a call; raise for those that make no sense."""
         if not isinstance(graph, CSRGraph):
             raise TypeError(f"graph: expected a CSRGraph, got {type(graph).__name__}")
@@ -252,15 +253,24 @@ class _Request:
         if num_hops < 0:
             raise ValueError(f"hops={hops!r}: expected a whole number, 0 or more")
         _check_reverse(graph, reverse)
-        copy_bytes = 0 if nodes.data_ptr() == seeds.data_ptr() else _NODE_BYTES
+        copy_bytes = 0 if nodes.data_ptr() == seeds.data_ptr() else NODE_BYTES
         return cls(graph, nodes, copy_bytes, num_hops, bool(edge_ids), reverse)
 
     def search(self, begin: int, end: int, budget: SearchBudget) -> tuple[NodeSearch, int, Any]:
         """Return the search for the nodes of a part of the seeds, its edges, and their counts."""
-        budget.hold(self.seed_copy_bytes * len(self.seeds))
-        search = NodeSearch(self.graph, self.seeds[begin:end], self.hops, self.reverse, budget)
+        search = self._make_search(self.seeds[begin:end], budget)
         search.run(edge_bytes=self.edge_bytes)
         return search, *count_edges(search)
+
+    def search_nodes(self, budget: SearchBudget) -> NodeSearch:
+        """Return the search for the nodes of all seeds."""
+        search = self._make_search(self.seeds, budget)
+        search.run()
+        return search
+
+    def _make_search(self, seeds: Tensor, budget: SearchBudget) -> NodeSearch:
+        budget.hold(self.seed_copy_bytes * len(self.seeds))
+        return NodeSearch(self.graph, seeds, self.hops, self.reverse, budget)
 
     def count(self, begin: int, end: int) -> ClosureSize:
         """Return the size of the closure of a part of the seeds."""
@@ -300,7 +310,7 @@ class _Request:
     @property
     def edge_bytes(self) -> int:
         """Bytes of an edge of the closure."""
-        return _EDGE_BYTES + (_ID_BYTES if self.edge_ids else 0)
+        return EDGE_BYTES + (ID_BYTES if self.edge_ids else 0)
 
     @property
     def _is_forward(self) -> bool:
@@ -320,7 +330,7 @@ class _Request:
             frontier_edges=tuple(search.frontier_edges),
             touched_edges=tuple(search.touched_edges),
             pulled=tuple(search.pulled),
-            predicted_bytes=_NODE_BYTES * (num_nodes + len(search.seeds)) + edge_bytes,
+            predicted_bytes=NODE_BYTES * (num_nodes + len(search.seeds)) + edge_bytes,
             peak_bytes=max(budget.peak_bytes, budget.held_bytes + edge_bytes + temporary),
         )
 
@@ -348,5 +358,6 @@ def _check_reverse(graph: CSRGraph, reverse: Any) -> None:
         raise ValueError("reverse: expected lists in memory, got a table in a file")
 
 
-def _parse_limit(max_bytes: int | str | None) -> int | None:
+def parse_limit(max_bytes: int | str | None) -> int | None:
+    """Return a budget in bytes; None for any number."""
     return None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")

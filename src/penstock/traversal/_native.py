@@ -176,6 +176,29 @@ def sum_lengths(lists: NeighborLists) -> int:
     return total
 
 
+def count_closures(lists: NeighborLists, seeds: Tensor, hops: int) -> Tensor:
+    """Return nodes, entries of their lists, and edges among them, of each seed by itself.
+
+    Args:
+        lists: Lists of all nodes of the graph.
+        seeds: int64 of shape (count,).
+        hops: Hops from a node to its neighbours.
+
+    Returns:
+        int64 of shape (3, count).
+    """
+    library = _library()
+    assert library is not None, "there is a path without the library"
+    counts = torch.empty(3, len(seeds), dtype=torch.int64)
+    _check(
+        library.penstock_count_closures(
+            *(_refer_lists(lists), lists.num_rows, seeds.data_ptr(), len(seeds), hops),
+            *(each.data_ptr() for each in counts),
+        )
+    )
+    return counts
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Lists:
     """`struct Lists` of `closure.cpp`."""
@@ -243,6 +266,10 @@ def _library() -> ctypes.CDLL | None:
             "penstock_write_edges": (
                 number,
                 [pointer, pointer, number, pointer, pointer, pointer, pointer],
+            ),
+            "penstock_count_closures": (
+                number,
+                [pointer, number, pointer, number, number, pointer, pointer, pointer],
             ),
         },
         work="neighbourhoods are searched",

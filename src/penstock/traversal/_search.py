@@ -26,16 +26,12 @@ from penstock.traversal._blocks import (
     BLOCK_BYTES,
     BLOCK_ENTRIES,
     NeighborLists,
-    damage,
     read_blocks,
     whole_lists,
 )
 from penstock.traversal._budget import SearchBudget
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._torch import TorchNumbers
-
-_PULL_FACTOR = 1.0
-"""A hop pulls where pushing looks at more than this many times the entries that pulling does."""
 
 
 class ListReader:
@@ -167,7 +163,7 @@ class NodeSearch:
             return False
         known, num_nodes = len(self.nodes), self.graph.num_nodes
         # Each node without a number looks at 1 / (known / num_nodes) entries on average.
-        return total > _PULL_FACTOR * (num_nodes - known) * num_nodes / known
+        return total > (num_nodes - known) * num_nodes / known
 
     def _pull(self) -> int:
         assert self.reverse is not None, "the search pulls with it only"
@@ -176,14 +172,14 @@ class NodeSearch:
         try:
             return self.numbers.pull(lists)
         except _native.DamagedList as error:
-            raise damage(self.reverse, error.place) from None
+            raise self.reverse.damage(error.place) from None
 
     def _push(self, frontier: Tensor) -> None:
         try:
             for lists in self.reader.read(frontier):
                 self.numbers.mark(lists)
         except _native.DamagedList as error:
-            raise damage(self.graph, error.place) from None
+            raise self.graph.damage(error.place) from None
 
     def _empty(self, count: int) -> Tensor:
         return self.budget.empty(count, dtype=torch.int64, device=self.seeds.device)
@@ -202,7 +198,7 @@ def count_edges(search: NodeSearch) -> tuple[int, Tensor | None]:
             (lists,) = reader.read(search.nodes)
             return numbers.count_edges(lists, inner, counts), counts
         except _native.DamagedList as error:
-            raise damage(search.graph, error.place) from None
+            raise search.graph.damage(error.place) from None
     total = sum(search.frontier_edges)
     counts = numbers.make_counts(BLOCK_ENTRIES)
     for lists in reader.read(search.nodes[inner:]):

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <vector>
 
 namespace {
 
@@ -312,6 +313,49 @@ int64_t penstock_write_edges(const Lists* lists, const Numbers* numbers, int64_t
       });
       return wrong.load() ? wrong.load() : counts[num_blocks];
     });
+  });
+}
+
+// Count, for each seed by itself, the nodes within some hops, the entries of their lists, and those
+// of them that are such nodes. Return 0, or ~at for a wrong entry.
+int64_t penstock_count_closures(const Lists* lists, int64_t num_nodes, const int64_t* seeds,
+                                int64_t count, int64_t hops, int64_t* nodes, int64_t* entries,
+                                int64_t* edges) {
+  return with_reader(*lists, [&](auto reader) {
+    std::atomic<int64_t> wrong{0}, next{0};
+    const int64_t most = std::min(lists->num_threads, count);
+    parallel(static_cast<int>(most), [&](int64_t, int64_t) {
+      std::vector<int64_t> seen(num_nodes, -1), order;  // the last seed that found each node
+      for (int64_t i = next++; i < count; i = next++) {
+        order.assign(1, seeds[i]);
+        seen[seeds[i]] = i;
+        int64_t total = 0, among = 0;
+        size_t begin = 0;
+        for (int64_t hop = 0; hop <= hops; ++hop) {
+          const size_t end = order.size();
+          for (; begin < end; ++begin) {
+            const int64_t first = reader.begin(order[begin]), last = reader.end(order[begin]);
+            total += last - first;
+            for (int64_t at = first; at < last; ++at) {
+              const int64_t node = reader.node(at);
+              if (static_cast<uint64_t>(node) >= static_cast<uint64_t>(num_nodes)) {
+                wrong = ~at;
+                return;
+              }
+              if (seen[node] != i && hop < hops) {
+                seen[node] = i;
+                order.push_back(node);
+              }
+              among += seen[node] == i;
+            }
+          }
+        }
+        nodes[i] = static_cast<int64_t>(order.size());
+        entries[i] = total;
+        edges[i] = among;
+      }
+    });
+    return wrong.load();
   });
 }
 
