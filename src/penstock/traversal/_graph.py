@@ -252,6 +252,15 @@ class CSRGraph:
             )
         return starts, degrees
 
+    def read_neighbors(self, places: Tensor) -> Tensor:
+        """Return the entries of `indices` at some places, int64 on their device."""
+        return read_entries(self.indices, places)
+
+    def damage(self, place: int) -> ValueError:
+        """Return the error of an entry of `indices` that is no node."""
+        node = int(self.read_neighbors(torch.tensor([place])))
+        return ValueError(f"indices[{place}] is {node}, but the graph has {self.num_nodes} nodes")
+
     def __repr__(self) -> str:
         return (
             f"CSRGraph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, flow={self.flow!r})"

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 
 from penstock.tables import Report
 from penstock.traversal._exchange import Exchange, find_group
-from penstock.traversal._graph import CSRGraph
+from penstock.traversal._graph import CSRGraph, Flow
 from penstock.traversal._lists import in_memory, narrow, read_entries
 from penstock.traversal._ownership import MOST_RANKS, Ownership, Split, find_ownership
 
@@ -107,7 +107,8 @@ class RankGraph:
         return part
 
     def _become(self, graph: CSRGraph, exchange: Exchange, split: Any, seed: int) -> None:
-        self.num_nodes, self.num_edges, self.flow = graph.num_nodes, graph.num_edges, graph.flow
+        self.num_nodes, self.num_edges = graph.num_nodes, graph.num_edges
+        self.flow: Flow = graph.flow
         self.exchange = exchange
         self._is_whole = exchange.num_ranks == 1
         self._send_counts = self._halo_counts = [0] * exchange.num_ranks
@@ -245,6 +246,11 @@ class RankGraph:
             for begin, end in pairwise(bounds):
                 starts, degrees = both[0, begin:end], both[1, begin:end] - both[0, begin:end]
                 yield self._check(read_entries(self._indices, list_places(starts, degrees)))
+
+    def count_entries(self, positions: Tensor) -> Tensor:
+        """Return the lengths of the lists of own nodes."""
+        both = read_entries(self._indptr, torch.stack([positions, positions + 1]))
+        return both[1] - both[0]
 
     @property
     def block_entries(self) -> int:
