@@ -127,9 +127,7 @@ def _keep_known(degrees: Tensor, entries: Tensor, known: Tensor) -> tuple[Tensor
     return ends[bounds].diff(), entries[kept]
 
 
-def _join_lists(
-    known: Tensor, found: list[tuple[Tensor, Tensor, Tensor]], flow: Flow
-) -> CSRGraph:
+def _join_lists(known: Tensor, found: list[tuple[Tensor, Tensor, Tensor]], flow: Flow) -> CSRGraph:
     """Return the lists of all nodes, in the order of their ids, with positions for ids."""
     nodes, degrees, entries = (torch.cat(each) for each in zip(*found, strict=True))
     starts = degrees.cumsum(0) - degrees

@@ -17,6 +17,7 @@ SPLITS = ("random", "contiguous", "cluster")
 MOST_RANKS = 2**15 - 1
 _BLOCK_NODES = 2**16
 _CLUSTER_NODES = 512  # that are placed at once
+_LEAST_BLOCKS = 16  # for each rank
 _NUM_PASSES = 3
 _SLACK = 1.02  # of a rank's share
 
@@ -129,7 +130,7 @@ def find_clusters(graph: CSRGraph, num_ranks: int) -> Tensor:
     capacity = _SLACK * (graph.num_nodes + graph.num_edges) / num_ranks
     loads = torch.zeros(num_ranks + 1, dtype=torch.float64)
     for _ in range(_NUM_PASSES):
-        for nodes, degrees, neighbors in _read_blocks(graph):
+        for nodes, degrees, neighbors in _read_blocks(graph, num_ranks):
             before = owners[nodes].long()
             weights = degrees.double() + 1
             loads.index_add_(0, before, -weights)
@@ -154,19 +155,26 @@ def _place(near: Tensor, weights: Tensor, loads: Tensor, capacity: float) -> Ten
     """
     room = (1 - loads / capacity).clamp(min=0)
     score = near * room + 1e-9 * room  # without neighbours: where there is most room
-    chosen = score.argmax(1)
+    chosen, loads = score.argmax(1), loads.clone()
+    is_over = torch.zeros(len(chosen), dtype=torch.bool)
     for rank in range(len(loads)):
         mine = (chosen == rank).nonzero().flatten()
-        over = loads[rank] + weights[mine].cumsum(0) > capacity
-        if over.any():
-            chosen[mine[over]] = int(loads.argmin())
+        fits = loads[rank] + weights[mine].cumsum(0) <= capacity
+        is_over[mine[~fits]] = True
+        loads[rank] += weights[mine[fits]].sum()
+    # What has no room goes, in its order, where there is some: the most of it first.
+    order = loads.argsort()
+    ends = (capacity - loads[order]).clamp(min=0).cumsum(0)
+    places = torch.searchsorted(ends, weights[is_over].cumsum(0)).clamp(max=len(loads) - 1)
+    chosen[is_over] = order[places]
     return chosen
 
 
-def _read_blocks(graph: CSRGraph) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _read_blocks(graph: CSRGraph, num_ranks: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield nodes, the lengths of their lists, and the entries of these."""
-    for begin in range(0, graph.num_nodes, _CLUSTER_NODES):
-        nodes = torch.arange(begin, min(begin + _CLUSTER_NODES, graph.num_nodes))
+    count = max(min(_CLUSTER_NODES, graph.num_nodes // (_LEAST_BLOCKS * num_ranks)), 1)
+    for begin in range(0, graph.num_nodes, count):
+        nodes = torch.arange(begin, min(begin + count, graph.num_nodes))
         starts, degrees = graph.read_lists(nodes)
         places = torch.arange(int(starts[0]), int(starts[-1] + degrees[-1]))
         yield nodes, degrees, read_entries(graph.indices, places)

@@ -252,6 +252,15 @@ class RankGraph:
         both = read_entries(self._indptr, torch.stack([positions, positions + 1]))
         return both[1] - both[0]
 
+    def count_range(self, begin: int, end: int) -> int:
+        """Return the entries of the lists of consecutive own nodes."""
+        first, last = read_entries(self._indptr, torch.tensor([begin, end])).tolist()
+        return last - first
+
+    def read_list(self, position: int) -> Tensor:
+        """Return the entries of one own node's list, by number, as int64."""
+        return self.read_own(position, position + 1)[1].long()
+
     @property
     def block_entries(self) -> int:
         """Entries that are read at once."""
@@ -334,6 +343,22 @@ class RankGraph:
         found = self.exchange.trade(rows, self._send_counts, self._halo_counts, kind)
         return found if out is None else out.copy_(found)
 
+    def split_halo(self, most: int) -> Iterator[tuple[Tensor, list[int], Tensor, list[int]]]:
+        """Yield parts of the cut for exchanges of rows, the same number on all ranks.
+
+        Args:
+            most: Rows from one rank to another in each.
+
+        Yields:
+            Own positions to send, and how many to each rank; places in the halo of what arrives,
+            and how many from each.
+        """
+        (longest,) = self.exchange.largest(max([0, *self._send_counts, *self._halo_counts]))
+        for begin in range(0, longest, most):
+            ours, sent = _cut_parts(self._send_counts, begin, most)
+            places, received = _cut_parts(self._halo_counts, begin, most)
+            yield self._send_positions[ours].long(), sent, places, received
+
     def push_halo(self, halo: Tensor, own: Tensor, combiner: str, kind: str) -> None:
         """Send values of the halo to the owners, which combine them with their own in place.
 
@@ -357,6 +382,17 @@ def as_rank_graph(graph: Any) -> RankGraph:
     if isinstance(graph, CSRGraph):
         return RankGraph.whole(graph)
     raise TypeError(f"graph: expected a CSRGraph or a RankGraph, got {type(graph).__name__}")
+
+
+def _cut_parts(counts: list[int], begin: int, most: int) -> tuple[Tensor, list[int]]:
+    """Return places from `begin` on, some of each of consecutive parts, and how many of each."""
+    places, found, start = [], [], 0
+    for count in counts:
+        end = min(begin + most, count)
+        places.append(torch.arange(start + min(begin, end), start + end))
+        found.append(len(places[-1]))
+        start += count
+    return torch.cat(places), found
 
 
 def _read_range(values: Tensor, begin: int, end: int) -> Tensor:
