@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._lists import in_memory
 
-BLOCK_ENTRIES = 8192
+BLOCK_ENTRIES = 16384
 """Entries of a block, at most."""
 BLOCK_BYTES = 128 * BLOCK_ENTRIES
 """Bytes that torch's operators take for a block while it is read and looked up, at most."""

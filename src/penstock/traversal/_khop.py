@@ -40,7 +40,7 @@ class ClosureSize(Report, title="penstock.traversal.count_khop"):
     touched_edges: tuple[int, ...]
     """Entries that each hop looked at; fewer than `frontier_edges` where it pulled."""
     pulled: tuple[bool, ...]
-    """Whether each hop pulled."""
+    """For each hop, True if it pulled."""
     predicted_bytes: int
     """Bytes of the closure: its nodes, its edges and the positions of the seeds."""
     peak_bytes: int

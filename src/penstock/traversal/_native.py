@@ -151,7 +151,7 @@ class NativeNumbers:
 
     def _refer(self) -> object:
         assert self._slots is not None, "room is reserved first"
-        return _refer(_Numbers(self._slots, self._num_slots, self._num_nodes))
+        return _refer(_NumbersStruct(self._slots, self._num_slots, self._num_nodes))
 
 
 def _count_blocks(num_rows: int) -> int:
@@ -200,7 +200,7 @@ def count_closures(lists: NeighborLists, seeds: Tensor, hops: int) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Lists:
+class _ListsStruct:
     """`struct Lists` of `closure.cpp`."""
 
     rows: Tensor | None
@@ -215,7 +215,7 @@ class _Lists:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Numbers:
+class _NumbersStruct:
     """`struct Numbers` of `closure.cpp`."""
 
     slots: Tensor
@@ -225,7 +225,7 @@ class _Numbers:
 
 def _refer_lists(lists: NeighborLists) -> object:
     return _refer(
-        _Lists(
+        _ListsStruct(
             *(lists.rows, lists.offsets, lists.entries, lists.places),
             num_rows=lists.num_rows,
             num_entries=len(lists.entries),
@@ -236,7 +236,7 @@ def _refer_lists(lists: NeighborLists) -> object:
     )
 
 
-def _refer(call: _Lists | _Numbers) -> object:
+def _refer(call: _ListsStruct | _NumbersStruct) -> object:
     return ctypes.byref(to_struct(call))
 
 

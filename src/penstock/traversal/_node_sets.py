@@ -31,7 +31,7 @@ class NodeSet:
     touched_edges: tuple[int, ...]
     """Entries that each hop looked at; fewer than `frontier_edges` where it pulled."""
     pulled: tuple[bool, ...]
-    """Whether each hop pulled."""
+    """For each hop, True if it pulled."""
     peak_bytes: int
     """Bytes of all that the search held at once, its result included."""
 

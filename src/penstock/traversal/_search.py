@@ -53,7 +53,7 @@ class ListReader:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all lists are read where they stand."""
+        """True if all lists are read where they stand."""
         return self.is_native and whole_lists(self.graph, None) is not None
 
     def sum_lengths(self, nodes: Tensor) -> int:
@@ -100,7 +100,7 @@ class NodeSearch:
         self.touched_edges: list[int] = []
         """Entries that each hop looked at."""
         self.pulled: list[bool] = []
-        """Whether each hop pulled."""
+        """For each hop, True if it pulled."""
         self.nodes = self.positions = self.seeds[:0]
 
     def run(self, *, edge_bytes: int = 0) -> None:

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int32_t kFound = -1;
 constexpr int64_t kOthers = std::numeric_limits<int64_t>::min();
+constexpr int64_t kManyEntries = 1 << 17;
 constexpr int64_t kBlockRows = 256;   // lists that a thread takes at once
 constexpr int64_t kBlockNodes = 8192;  // nodes that a thread takes at once, to look at their numbers
 
@@ -144,6 +145,17 @@ int64_t with_numbers(const Numbers& numbers, Body body) {
   return numbers.num_slots ? body(Table(numbers)) : body(Array(numbers));
 }
 
+// Return the threads that work on lists: one for few entries, which it reads before another wakes.
+template <class Lists_>
+int64_t count_threads(const Lists_& reader) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < reader.lists.num_rows; ++i) {
+    total += reader.end(i) - reader.begin(i);
+    if (total >= kManyEntries) return reader.lists.num_threads;
+  }
+  return 1;
+}
+
 // Visit the nodes of lists [from, to); stop and return false at one that the graph does not have,
 // whose place is then in `wrong`.
 template <class Lists_, class Body>
@@ -200,7 +212,7 @@ int64_t penstock_mark_nodes(const Lists* lists, const Numbers* numbers) {
   return with_reader(*lists, [&](auto reader) {
     return with_numbers(*numbers, [&](auto map) {
       // Threads may find the same node: in the array it gets the same mark.
-      const int64_t threads = numbers->num_slots ? 1 : lists->num_threads;
+      const int64_t threads = numbers->num_slots ? 1 : count_threads(reader);
       std::atomic<int64_t> wrong{0};
       for_blocks(count_blocks(lists->num_rows, kBlockRows), threads, [&](int64_t block) {
         const int64_t from = block * kBlockRows;
@@ -219,7 +231,8 @@ int64_t penstock_pull_nodes(const Lists* lists, const Numbers* numbers) {
   return with_reader(*lists, [&](auto reader) {
     Array map(*numbers);
     std::atomic<int64_t> wrong{0}, total{0};
-    for_blocks(count_blocks(map.num_nodes, kBlockNodes), lists->num_threads, [&](int64_t block) {
+    const int64_t threads = map.num_nodes < kManyEntries ? 1 : lists->num_threads;
+    for_blocks(count_blocks(map.num_nodes, kBlockNodes), threads, [&](int64_t block) {
       const int64_t last = std::min((block + 1) * kBlockNodes, map.num_nodes);
       int64_t touched = 0;
       for (int64_t each = block * kBlockNodes; each < last; ++each) {
@@ -265,7 +278,7 @@ int64_t penstock_count_edges(const Lists* lists, const Numbers* numbers, int64_t
     return with_numbers(*numbers, [&](auto map) {
       const int64_t num_blocks = count_blocks(lists->num_rows, kBlockRows);
       std::atomic<int64_t> wrong{0}, total{0};
-      for_blocks(num_blocks, lists->num_threads, [&](int64_t block) {
+      for_blocks(num_blocks, count_threads(reader), [&](int64_t block) {
         const int64_t from = block * kBlockRows;
         const int64_t to = std::min(from + kBlockRows, lists->num_rows);
         const int64_t inner = std::max(from, std::min(to, num_inner));
@@ -293,7 +306,7 @@ int64_t penstock_write_edges(const Lists* lists, const Numbers* numbers, int64_t
       counts[0] = 0;
       for (int64_t block = 0; block < num_blocks; ++block) counts[block + 1] += counts[block];
       std::atomic<int64_t> wrong{0};
-      for_blocks(num_blocks, lists->num_threads, [&](int64_t block) {
+      for_blocks(num_blocks, count_threads(reader), [&](int64_t block) {
         const int64_t from = block * kBlockRows;
         const int64_t to = std::min(from + kBlockRows, lists->num_rows);
         const int64_t last = counts[block + 1];
