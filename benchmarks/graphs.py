@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _rows import announce, argument_parser, environment, write_rows
 
-PARTS = ("khop",)
+PARTS = ("khop", "ranks", "inference")
 """Names of files `_graphs_PART.py`, each with `announce_rows(options)`, pairs of a case and an arm,
 and `measure_rows(options, where)`, the rows."""
 

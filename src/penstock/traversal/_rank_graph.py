@@ -20,6 +20,7 @@ from penstock.traversal._exchange import Exchange, find_group
 from penstock.traversal._graph import CSRGraph, Flow
 from penstock.traversal._lists import in_memory, narrow, read_entries
 from penstock.traversal._ownership import MOST_RANKS, Ownership, Split, find_ownership
+from penstock.unified import unify
 
 _BLOCK_ENTRIES = 2**16
 _BLOCK_NODES = 2**14
@@ -429,8 +430,18 @@ def _compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> No
         )
 
 
+def _open_once(values: Tensor) -> Tensor:
+    """Return a table in a file as one that keeps nothing of it in memory."""
+    return unify(values, cache=0) if in_memory(values) is None else values
+
+
 def _read_own(graph: CSRGraph, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the offsets and the entries, by id, of the lists of some nodes."""
+    """Return the offsets and the entries, by id, of the lists of some nodes.
+
+    Each rank reads its part of a file once, so a copy of the whole file in memory would not pay.
+    """
+    lists = (_open_once(each) for each in (graph.indptr, graph.indices))
+    graph = CSRGraph(*lists, flow=graph.flow)
     offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64)
     for begin in range(0, len(nodes), _BLOCK_NODES):
         part = nodes[begin : begin + _BLOCK_NODES].long()
