@@ -1,8 +1,8 @@
 """Graphs over ranks: arms of `graphs.py`.
 
 Each arm is a number of gloo ranks on this machine and a split of the nodes. Every rank reads its
-part of the lists from files and runs all algorithms; the times are the slowest rank's. On few cores
-more ranks are not faster: what is shown is what they hold and send. Cases `memory` hold the growth
+part of the lists from files and runs all algorithms by one thread; the times are the slowest
+rank's. On few cores more ranks are not faster: what is shown is what they hold and send. Cases `memory` hold the growth
 of the largest rank's resident set, at its peak while it reads its part and runs them, against
 (1/ranks + 15 %) of that of one process, which has all lists in memory.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import tempfile
 import time
@@ -155,7 +154,7 @@ def run_rank(rank: int, num_ranks: int, split: str, folder: str, port: int) -> N
         pagerank,
     )
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
