@@ -2,9 +2,9 @@
 
 Each arm is a number of gloo ranks on this machine and a split of the nodes. Every rank reads its
 part of the lists from files and runs all algorithms by one thread; the times are the slowest
-rank's. On few cores more ranks are not faster: what is shown is what they hold and send. Cases `memory` hold the growth
-of the largest rank's resident set, at its peak while it reads its part and runs them, against
-(1/ranks + 15 %) of that of one process, which has all lists in memory.
+rank's. On few cores more ranks are not faster: what is shown is what they hold and send. Cases
+`memory` hold the growth of the largest rank's resident set, at its peak while it reads its part and
+runs them, against (1/ranks + 15 %) of that of one process, which has all lists in memory.
 """
 
 from __future__ import annotations
