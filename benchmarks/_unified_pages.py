@@ -1,4 +1,8 @@
-"""Random rows beyond the reach of the translation cache: small and huge pages, and their order."""
+"""Random rows beyond the reach of the translation cache, in small pages and in huge ones.
+
+Arms "by page, sort included" in the results are of a loop that was measured and not kept: it sorted
+each batch by huge page first (commit 0c32ec1).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,12 @@ import torch
 
 from _rows import BenchmarkRow
 from _unified_arms import Arm, fill, indices, measure, rows_of
-from penstock.memory.pages import map_anonymous
+from penstock.memory.pages import MADV_NOHUGEPAGE, map_anonymous
 from penstock.units import format_bytes
 
 NUM_INDICES = (65536, 262144, 1 << 20)
 ROW_BYTES = 256
 REPETITIONS = 7
-MADV_NOHUGEPAGE = 15
 
 
 def page_rows(table_bytes: int, where: Any) -> list[BenchmarkRow]:
@@ -27,16 +30,12 @@ def page_rows(table_bytes: int, where: Any) -> list[BenchmarkRow]:
     mapping = map_anonymous(table_bytes, private=True)
     mapping.madvise(MADV_NOHUGEPAGE)
     small = torch.frombuffer(mapping, dtype=torch.float32).view(shape)
-    rows = _measure_order(small, "4 KiB pages", {}, where)
+    rows = _measure_pages(small, "4 KiB pages", where)
     del small, mapping
-    huge = empty(shape, device="cpu")
-    chosen = {"gather_rows": lambda index, out: huge.gather_rows(index, out=out)}
-    return rows + _measure_order(huge.cpu(), "2 MiB pages", chosen, where)
+    return rows + _measure_pages(empty(shape, device="cpu").cpu(), "2 MiB pages", where)
 
 
-def _measure_order(
-    table: torch.Tensor, pages: str, more: dict[str, Arm], where: Any
-) -> list[BenchmarkRow]:
+def _measure_pages(table: torch.Tensor, pages: str, where: Any) -> list[BenchmarkRow]:
     from penstock.unified.host.table import read_rows
 
     fill(table)
@@ -44,16 +43,11 @@ def _measure_order(
     arms: dict[str, Arm] = {
         "index_select": lambda index, out: torch.index_select(table, 0, index, out=out),
         "as given": functools.partial(read_rows, table),
-        "by page, sort included": functools.partial(read_rows, table, by_page=True),
-        **more,
     }
     rows = []
     for count in NUM_INDICES:
         out = torch.zeros(count, table.shape[1])
         draw = functools.partial(indices, "uniform", count, len(table), generator)
-        for _ in range(6):  # `gather_rows` chooses its order by these
-            for arm in more.values():
-                arm(draw(), out)
         seconds = measure(arms, draw, out, REPETITIONS)
         num_bytes = out.numel() * out.element_size()
         size = format_bytes(table.numel() * table.element_size())

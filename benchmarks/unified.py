@@ -2,7 +2,7 @@
 
     python benchmarks/unified.py                     # the grid, from memory
     python benchmarks/unified.py --part file         # random rows of a file with a cold cache
-    python benchmarks/unified.py --part pages        # small and huge pages, rows page by page
+    python benchmarks/unified.py --part pages        # random rows in small and huge pages
     python benchmarks/unified.py --part epoch        # training GraphSAGE, end to end
     python benchmarks/unified.py --device cuda       # the grid and the epoch, to a GPU
 

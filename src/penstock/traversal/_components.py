@@ -12,8 +12,8 @@ from penstock.traversal._rank_graph import RankGraph, as_rank_graph
 def connected_components(graph: CSRGraph | RankGraph) -> Tensor:
     """Return the smallest node of each node's component, whatever the direction of the edges.
 
-    Over ranks each finds the components of its own lists, halo included. Then owners and those who
-    have a node in their halo exchange the smallest ids that they know, until none changes.
+    Over ranks each finds the components of its own lists, halo included. Then owners and the ranks
+    that have a node in their halo exchange the smallest ids that they know, until none changes.
 
     Example:
         >>> edges = torch.tensor([[4, 1], [2, 3]])

@@ -1,4 +1,4 @@
-"""Exchanges between the ranks of a process group: who owns a node gets what concerns it.
+"""Exchanges between the ranks of a process group: the owner of a node gets what concerns it.
 
 Every exchange is an `all_to_all_single`; the bytes that it moves to other ranks are counted. A
 group of one rank moves nothing, and needs no process group.

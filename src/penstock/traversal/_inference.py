@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.errors import CapacityError
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._layer_block import LayerBlock, check_layer, read_block
-from penstock.traversal._layer_rows import DTYPES, RowSource, check_features, make_rows, write_rows
+from penstock.traversal._layer_rows import DTYPES, LayerRows, check_features, make_rows, write_rows
 from penstock.traversal._rank_graph import RankGraph, as_rank_graph
 from penstock.unified import UnifiedTensor
 from penstock.units import format_bytes, parse_bytes
@@ -106,13 +106,13 @@ def _choose_place(
 
 def _run_layer(
     part: RankGraph,
-    rows: RowSource,
+    rows: LayerRows,
     layer: Layer,
     number: int,
     budget: int,
     place: Path | None,
     is_last: bool,
-) -> RowSource:
+) -> LayerRows:
     """Run one layer over all blocks, and exchange the halo's rows unless it is the last one."""
     blocks = _read_blocks(part, rows, budget // 2)
     first = next(blocks, None)
@@ -131,10 +131,10 @@ def _run_layer(
         write_rows(values, block.begin, _call(layer, block, number))
     if not is_last:
         _fill_halo(part, values, width * dtype.itemsize, budget // 4)
-    return RowSource(values, None)
+    return LayerRows(values, None)
 
 
-def _read_blocks(part: RankGraph, rows: RowSource, num_bytes: int) -> Iterator[LayerBlock]:
+def _read_blocks(part: RankGraph, rows: LayerRows, num_bytes: int) -> Iterator[LayerBlock]:
     """Yield blocks of own nodes with the rows that they need."""
     row_bytes = _ENTRY_BYTES + _COPIES * rows.row_bytes
     most = max(num_bytes // (2 * row_bytes), 1)  # of nodes, and of their entries

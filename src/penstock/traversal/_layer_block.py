@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.traversal._layer_rows import RowSource
+from penstock.traversal._layer_rows import LayerRows
 from penstock.traversal._rank_graph import RankGraph
 
 _NUM_COMPARED = 4  # nodes of a layer's comparison, and neighbours of each
@@ -31,7 +31,7 @@ class LayerBlock:
     """Positions in `rows` of the source and target of each entry of the nodes' lists."""
 
 
-def read_block(part: RankGraph, source: RowSource, begin: int, end: int) -> LayerBlock:
+def read_block(part: RankGraph, source: LayerRows, begin: int, end: int) -> LayerBlock:
     """Read the lists and the rows of a block."""
     degrees, entries = part.read_own(begin, end)
     entries, count = entries.long(), end - begin
@@ -44,7 +44,7 @@ def read_block(part: RankGraph, source: RowSource, begin: int, end: int) -> Laye
 
 
 def check_layer(
-    part: RankGraph, source: RowSource, layer: Callable[[Tensor, Tensor], Tensor], number: int
+    part: RankGraph, source: LayerRows, layer: Callable[[Tensor, Tensor], Tensor], number: int
 ) -> None:
     """Raise if a layer's output for a node depends on more than the rows in its list.
 

@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowSource:
+class LayerRows:
     """Rows of the nodes that a rank knows."""
 
     values: Tensor
@@ -38,7 +38,7 @@ class RowSource:
         return self.values.index_select(0, index)
 
 
-def check_features(part: RankGraph, features: Any, cache_bytes: int) -> RowSource:
+def check_features(part: RankGraph, features: Any, cache_bytes: int) -> LayerRows:
     """Return the features of all nodes that a rank knows; those of the halo are exchanged.
 
     Raises:
@@ -64,10 +64,10 @@ def check_features(part: RankGraph, features: Any, cache_bytes: int) -> RowSourc
     # Of one rank that owns all nodes the length does not tell.
     (is_own_on_any,) = part.exchange.largest(int(len(features) != part.num_nodes))
     if not is_own_on_any:
-        return RowSource(features, part)
+        return LayerRows(features, part)
     if len(features) != part.num_own:
         raise ValueError("features: expected rows of all nodes on all ranks, or on none")
-    return RowSource(_add_halo(part, features), None)
+    return LayerRows(_add_halo(part, features), None)
 
 
 def _add_halo(part: RankGraph, own: Tensor) -> Tensor:

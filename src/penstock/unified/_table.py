@@ -51,10 +51,6 @@ class UnifiedReport(Report, title="penstock.unified"):
     """Method of copying rows. To the CPU: "cpp" or "torch" from memory, "io_uring", "threads" or
     "python" from a file. To a GPU: "triton", which reads host memory itself, or "staged", through
     buffers of pinned memory; "none yet" before the first gather, which decides it."""
-    row_order: str
-    """Order in which the rows of large batches are read from memory to the CPU by now: "as given",
-    the batch's; or "by page", those of a huge page one after the other. "measuring" while the first
-    batches are read both ways, whose times decide."""
 
 
 class Counters(collections.Counter[str]):
@@ -158,7 +154,6 @@ class Table(abc.ABC):
         cache_bytes: int = 0,
         copy_bytes: int = 0,
         source: str = "none",
-        row_order: str = "as given",
     ) -> UnifiedReport:
         """Return the report; `method` and `cache_bytes` are those of rows for the CPU."""
         tables = [] if in_forked_child() else list(self._device_tables.values())
@@ -183,5 +178,4 @@ class Table(abc.ABC):
             tier=tier,
             device=str(self.device),
             method=method,
-            row_order=row_order,
         )

@@ -22,13 +22,9 @@ from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified._table import CPU, Counters, Table, UnifiedReport
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import MemoryUse, ReadRows
-from penstock.unified.host._row_order import RowOrder
 from penstock.unified.host.memory import TableMemory
 
-_SOURCES = [
-    THREADS,
-    *(Path(__file__).with_name(f"{name}.cpp") for name in ("host_rows", "page_rows")),
-]
+_SOURCES = [THREADS, Path(__file__).with_name("host_rows.cpp")]
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 _SINGLE_THREAD_BYTES = 64 * 1024  # fewer bytes are copied before a second thread is awake
 _STREAM_BYTES = 8 * 2**20  # results larger than this go past the caches
@@ -51,8 +47,6 @@ class HostTable(Table):
     ) -> None:
         super().__init__(tuple(use.rows.shape), use.rows.dtype, device, hot_rows, use)
         self.memory, self.rows = use.memory, use.rows
-        row_bytes = self.dtype.itemsize * math.prod(self.shape[1:])
-        self._order = RowOrder(self.shape[0], row_bytes)
 
     @classmethod
     def empty(
@@ -71,11 +65,7 @@ class HostTable(Table):
         """Read rows; see `Table`."""
         if self.use.is_registered:
             self.use.synchronize()
-
-        def read(by_page: bool) -> None:
-            read_rows(self.rows, index, out, negative=negative, by_page=by_page)
-
-        self._order.read(index.numel(), read)
+        read_rows(self.rows, index, out, negative=negative)
         self.count_batch(index, out.numel() * out.element_size())
 
     def _host_reader(self) -> ReadRows:
@@ -117,9 +107,7 @@ class HostTable(Table):
 
     def report(self) -> UnifiedReport:
         """Return the account of the table so far."""
-        return self._report(
-            reads=Counters(), tier="host", method=backend(), row_order=self._order.last
-        )
+        return self._report(reads=Counters(), tier="host", method=backend())
 
 
 # ------------------------------------------------------------------ rows of a tensor
@@ -137,13 +125,10 @@ def read_rows(
     *,
     negative: bool = False,
     single_thread: bool = False,
-    by_page: bool = False,
 ) -> None:
     """Read rows of a tensor, at any distance: `out[i] = table[index[i]]`; see `Table.read_rows`.
 
-    `single_thread` is for a forked process, which has none of its parent's threads. `by_page` reads
-    the rows of a huge page one after the other, as `RowOrder` decides; without a compiler it has no
-    effect.
+    `single_thread` is for a forked process, which has none of its parent's threads.
 
     Raises:
         IndexError: An index is out of range; the message names it. `out` is then undefined.
@@ -157,8 +142,7 @@ def read_rows(
         return
     num_bytes = out.numel() * out.element_size()
     last = out.data_ptr(), num_bytes >= _STREAM_BYTES
-    function = library.penstock_read_rows_by_page if by_page else library.penstock_read_rows
-    _call(function, table, index, negative, num_bytes, single_thread, last)
+    _call(library.penstock_read_rows, table, index, negative, num_bytes, single_thread, last)
 
 
 def write_rows(
@@ -253,7 +237,6 @@ def _library() -> ctypes.CDLL | None:
         flags=_FLAGS,
         functions={
             "penstock_read_rows": (count, [pointer, pointer, flag]),
-            "penstock_read_rows_by_page": (count, [pointer, pointer, flag]),
             "penstock_write_rows": (count, [pointer, pointer, count]),
             "penstock_add_rows": (count, [pointer, pointer, count, ctypes.c_double, flag]),
         },
