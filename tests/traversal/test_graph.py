@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.errors import StoreError
 from penstock.traversal import CSRGraph, NeighborSampler
 from penstock.unified import unify
 
@@ -73,6 +74,11 @@ def test_lists_in_tables_and_files_are_the_same_graph(tmp_path, edge_ids):
         assert neighbors_of(other) == neighbors_of(graph)
         assert neighbors_of(other.reverse()) == neighbors_of(graph.reverse())
     assert (in_files.edge_ids is not None) == edge_ids
+    again = in_files.save(tmp_path / "again")
+    assert neighbors_of(again) == neighbors_of(graph)
+    for other in (graph, in_files):
+        with pytest.raises((FileExistsError, StoreError), match="exists"):
+            other.save(tmp_path / "again")
 
 
 def test_samplers_share_a_graph():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.batching import measured_peak
 from penstock.errors import CapacityError
-from penstock.traversal import Closure, CSRGraph, _native, count_khop, khop, split_khop
+from penstock.traversal import Closure, CSRGraph, _native, count_khop, khop, khop_costs, split_khop
 from penstock.unified import unify
 
 PATHS = ["C++", "torch"]
@@ -361,9 +360,13 @@ def test_damage_is_noticed_where_it_is_met(path, tmp_path):
     changed.indices[2] = -4
     with pytest.raises(ValueError, match=r"indices\[2\] is -4, but the graph has 3 nodes"):
         khop(changed, torch.tensor([2]), 0)
+    changed.indices[2] = 2
     changed.indptr[2] = 9
-    with pytest.raises(ValueError, match=re.compile("indptr: .* node 1")):
-        khop(changed, torch.tensor([1]), 1)
+    for hops, says in ((0, "indptr"), (1, "indptr: .* node 1")):
+        with pytest.raises(ValueError, match=says):
+            khop(changed, torch.tensor([1]), hops)
+    with pytest.raises(ValueError, match="indptr"):
+        khop_costs(changed, torch.tensor([1]), 0)
 
 
 @pytest.mark.gpu

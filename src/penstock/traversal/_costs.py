@@ -36,15 +36,15 @@ class KhopCosts:
     num_edges: Tensor
     """Edges of each closure, int64 of shape (num_seeds,)."""
     num_entries: Tensor
-    """Entries of the lists of each closure's nodes, int64 of shape (num_seeds,): its edges, and
-    those that lead out of it."""
+    """Entries of the lists of each closure's nodes, int64 of shape (num_seeds,). They are its
+    edges, and those that lead out of it."""
     closure_bytes: Tensor
-    """Bytes of each closure, int64 of shape (num_seeds,): costs for batches of equal work, as
-    `BalancedBatchSampler(costs.closure_bytes, batch_size=...)` makes them."""
+    """Bytes of each closure, int64 of shape (num_seeds,). They are costs for batches of equal work,
+    as `BalancedBatchSampler(costs.closure_bytes, batch_size=...)` makes them."""
     batch_costs: SampleCosts
-    """Costs for batches under a cap: `khop` of a batch of seeds holds at most
-    `batch_costs.of_batch(batch)` bytes at once, so that batches of `BalancedBatchSampler(
-    costs.batch_costs, max_bytes=cap)` are within the cap."""
+    """Costs for batches under a cap. `khop` of a batch of seeds holds at most
+    `batch_costs.of_batch(batch)` bytes at once, so that batches of
+    `BalancedBatchSampler(costs.batch_costs, max_bytes=cap)` are within the cap."""
 
 
 def khop_costs(graph: CSRGraph, seeds: Tensor, hops: int, *, edge_ids: bool = False) -> KhopCosts:

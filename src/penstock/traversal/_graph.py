@@ -11,12 +11,13 @@ import os
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.traversal._lists import as_list, check_edges, in_memory, narrow, read_entries
 from penstock.traversal._matrix_market import read_pattern
-from penstock.unified import unify
+from penstock.unified import UnifiedTensor
 
 Flow = Literal["source_to_target", "target_to_source"]
 _FLOWS = ("source_to_target", "target_to_source")
@@ -217,17 +218,18 @@ class CSRGraph:
             The graph in the files, which `CSRGraph(directory / "indptr.npy", ...)` gives as well.
 
         Raises:
-            StoreError: A file exists, or there is no room.
+            OSError: A file of memory's content exists, or cannot be written.
+            StoreError: A file of another file's content exists, or there is no room.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         lists = {"indptr": self.indptr, "indices": self.indices, "edge_ids": self.edge_ids}
-        saved = {
-            name: unify(each, device="cpu").save_rows(folder / f"{name}.npy")
+        paths = {
+            name: _save_list(each, folder / f"{name}.npy")
             for name, each in lists.items()
             if each is not None
         }
-        return CSRGraph(**cast("dict[str, Any]", saved), flow=self.flow)
+        return CSRGraph(**cast("dict[str, Any]", paths), flow=self.flow)
 
     @property
     def num_bytes(self) -> int:
@@ -322,6 +324,16 @@ def _count_degrees(owner: Tensor, num_nodes: int) -> Tensor:
     offsets = torch.zeros(num_nodes + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(owner, minlength=num_nodes), 0, out=offsets[1:])
     return offsets
+
+
+def _save_list(values: Tensor, path: Path) -> Path:
+    found = in_memory(values)
+    if found is None:
+        cast("UnifiedTensor", values).save_rows(path)
+    else:
+        with path.open("xb") as file:
+            np.save(file, found.numpy())
+    return path
 
 
 def _load(values: Tensor) -> Tensor:

@@ -52,10 +52,10 @@ class Closure:
     """All nodes within some hops of seeds, and all edges among them."""
 
     nodes: Tensor
-    """Ids in the graph, int64 of shape (num_nodes,): the seeds first, in the order in which each
-    was first given, then hop by hop, those of one hop in rising order."""
+    """Ids in the graph, int64 of shape (num_nodes,). The seeds come first, in the order in which
+    each was first given, then one hop after the other, those of a hop in rising order."""
     edge_index: Tensor
-    """Positions in `nodes`, int64 of shape (2, num_edges): of each edge's source and its target.
+    """Positions in `nodes` of each edge's source and its target, int64 of shape (2, num_edges).
     The edges of one list of neighbours stand together, in its order, list after list as `nodes`."""
     seed_positions: Tensor
     """Position in `nodes` of each seed that was given, int64 of shape (num_seeds,)."""

@@ -242,7 +242,7 @@ def _refer(call: _ListsStruct | _NumbersStruct) -> object:
 
 def _check(result: int) -> int:
     if result == _OTHERS:
-        raise ValueError("indices: were changed while they were read")
+        raise ValueError("indptr or indices: were changed after the graph was made")
     if result < 0:
         raise DamagedList(~result)
     return result

@@ -24,8 +24,8 @@ class NodeSet:
     seed_positions: Tensor
     """Position in `nodes` of each seed that was given, int64 of shape (num_seeds,)."""
     num_nodes: tuple[int, ...]
-    """Nodes up to each hop, the seeds being hop 0: `nodes[num_nodes[h - 1]:num_nodes[h]]` are those
-    at a distance of h hops."""
+    """Nodes up to each hop, the seeds being hop 0. Those at a distance of h hops are
+    `nodes[num_nodes[h - 1]:num_nodes[h]]`."""
     frontier_edges: tuple[int, ...]
     """Edges of the nodes that are new at each hop, from the seeds on."""
     touched_edges: tuple[int, ...]

@@ -238,4 +238,4 @@ def write_edges(
         begin = end
     search.budget.release(counts)
     if begin != len(neighbors):
-        raise ValueError("indices: were changed while they were read")
+        raise ValueError("indptr or indices: were changed while they were read")

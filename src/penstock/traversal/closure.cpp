@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int32_t kFound = -1;
-constexpr int64_t kOthers = std::numeric_limits<int64_t>::min();
+constexpr int64_t kOthers = std::numeric_limits<int64_t>::min();  // lists that have changed
 constexpr int64_t kManyEntries = 1 << 17;
 constexpr int64_t kBlockRows = 256;   // lists that a thread takes at once
 constexpr int64_t kBlockNodes = 8192;  // nodes that a thread takes at once, to look at their numbers
@@ -129,6 +129,9 @@ struct Reader {
   int64_t end(int64_t i) const { return static_cast<const Offset*>(lists.offsets)[row(i) + 1]; }
   int64_t node(int64_t at) const { return static_cast<const Entry*>(lists.entries)[at]; }
   int64_t place(int64_t at) const { return lists.places ? lists.places[at] : at; }
+  bool is_inside(int64_t i) const {
+    return 0 <= begin(i) && begin(i) <= end(i) && end(i) <= lists.num_entries;
+  }
 };
 
 template <class Body>
@@ -157,11 +160,15 @@ int64_t count_threads(const Lists_& reader) {
 }
 
 // Visit the nodes of lists [from, to); stop and return false at one that the graph does not have,
-// whose place is then in `wrong`.
+// whose place is then in `wrong`, or at a list that leaves the entries.
 template <class Lists_, class Body>
 bool visit(const Lists_& reader, int64_t num_nodes, int64_t from, int64_t to,
            std::atomic<int64_t>& wrong, Body body) {
   for (int64_t i = from; i < to; ++i) {
+    if (!reader.is_inside(i)) {
+      wrong = kOthers;
+      return false;
+    }
     const int64_t end = reader.end(i);
     for (int64_t at = reader.begin(i); at < end; ++at) {
       const int64_t node = reader.node(at);
@@ -199,9 +206,8 @@ int64_t penstock_sum_lengths(const Lists* lists) {
   return with_reader(*lists, [&](auto reader) {
     int64_t total = 0;
     for (int64_t i = 0; i < lists->num_rows; ++i) {
-      const int64_t begin = reader.begin(i), end = reader.end(i);
-      if (begin < 0 || end < begin || end > lists->num_entries) return ~i;
-      total += end - begin;
+      if (!reader.is_inside(i)) return ~i;
+      total += reader.end(i) - reader.begin(i);
     }
     return total;
   });
@@ -226,7 +232,7 @@ int64_t penstock_mark_nodes(const Lists* lists, const Numbers* numbers) {
 }
 
 // Mark the nodes without a number whose list, there is one for each node of the graph, has a node
-// with a number. Return the entries that were looked at, or ~at for a wrong one.
+// with a number. Return the entries that were looked at, ~at for a wrong one, or kOthers.
 int64_t penstock_pull_nodes(const Lists* lists, const Numbers* numbers) {
   return with_reader(*lists, [&](auto reader) {
     Array map(*numbers);
@@ -237,6 +243,10 @@ int64_t penstock_pull_nodes(const Lists* lists, const Numbers* numbers) {
       int64_t touched = 0;
       for (int64_t each = block * kBlockNodes; each < last; ++each) {
         if (map.find(each) != 0) continue;
+        if (!reader.is_inside(each)) {
+          wrong = kOthers;
+          return;
+        }
         const int64_t end = reader.end(each);
         for (int64_t at = reader.begin(each); at < end; ++at) {
           const int64_t node = reader.node(at);
@@ -296,7 +306,7 @@ int64_t penstock_count_edges(const Lists* lists, const Numbers* numbers, int64_t
 
 // Write the positions of the neighbour and of the list, and perhaps the place, of each entry that
 // is numbered, block after block as `counts` says. The first list is at position `first`. Return
-// the edges, ~at for a wrong entry, or the least integer if there are others than were counted.
+// the edges, ~at for a wrong entry, or kOthers if there are others than were counted.
 int64_t penstock_write_edges(const Lists* lists, const Numbers* numbers, int64_t first,
                              int64_t* counts, int64_t* neighbors, int64_t* owners,
                              int64_t* places) {
@@ -346,7 +356,12 @@ int64_t penstock_count_closures(const Lists* lists, int64_t num_nodes, const int
         size_t begin = 0;
         for (int64_t hop = 0; hop <= hops; ++hop) {
           const size_t end = order.size();
+          if (begin == end) break;
           for (; begin < end; ++begin) {
+            if (!reader.is_inside(order[begin])) {
+              wrong = kOthers;
+              return;
+            }
             const int64_t first = reader.begin(order[begin]), last = reader.end(order[begin]);
             total += last - first;
             for (int64_t at = first; at < last; ++at) {
