@@ -96,6 +96,7 @@ def run(directory: Path, where: str) -> Any:
     return json.loads(result.stdout) if where == "file" else None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the limits of Linux")
 def test_outputs_are_those_in_memory(tmp_path: Path):
     import torch
