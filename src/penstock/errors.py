@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PenstockError(Exception):
@@ -121,6 +125,41 @@ class UnlikeEagerError(PenstockError):
         super().__init__(message)
         self.loss = loss
         self.expected = expected
+
+
+class RankError(PenstockError):
+    """Another rank of a process group has ended, or does not answer within the group's timeout.
+
+    Attributes:
+        rank: The rank that has noticed.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class NoConvergenceError(PenstockError):
+    """An iteration gave up, or its operator failed; the error carries what was reached.
+
+    Attributes:
+        values: Eigenvalues of the best iterate, rising; of PageRank the last ranks.
+        vectors: Eigenvectors as columns, in the order of the values; None where there are none.
+        residuals: Estimates of their residuals; None where there are none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        values: Tensor,
+        vectors: Tensor | None = None,
+        residuals: Tensor | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.values = values
+        self.vectors = vectors
+        self.residuals = residuals
 
 
 class WholeTableError(PenstockError):
