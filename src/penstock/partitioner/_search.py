@@ -76,6 +76,7 @@ class SplitSearch:
     lower_bound: float = 0.0
     _classes: AxisClasses | None = None
     _solvers: dict[object, tuple[Level, Elimination]] = field(default_factory=dict)
+    _critical_of: dict[StepSplit | None, int] = field(default_factory=dict)
 
     @property
     def is_late(self) -> bool:
@@ -161,9 +162,12 @@ class SplitSearch:
 
     def _critical(self, step: StepSplit | None) -> int:
         """Return the operator at which a rank needs the most bytes."""
-        model = self.model
-        num_bytes = model.live_bytes(model.num_bytes) if step is None else model.device_bytes(step)
-        return int(num_bytes.argmax())
+        if step not in self._critical_of:
+            model = self.model
+            whole = step is None
+            num_bytes = model.live_bytes(model.num_bytes) if whole else model.device_bytes(step)
+            self._critical_of[step] = int(num_bytes.argmax())
+        return self._critical_of[step]
 
     def _solve_level(
         self, level: Level, elimination: Elimination, price: float, style: str | None
