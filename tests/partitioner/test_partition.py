@@ -158,6 +158,14 @@ def test_a_batch_of_one_gives_a_tensor_split():
     assert found.exchanged_bytes < 8 * 4 * 4096  # activations, not weights of 16 MiB
 
 
+def test_chopping_splits_every_tensor():
+    graph = make_network(8, [8, 16, 8])
+    found = partition(graph, devices=4, machine=MACHINE, method="chop")
+    check(graph, found)
+    assert all(any(stride > 0 for stride in each) for each in found.placements)
+    assert found.exchanged_bytes >= plan(graph, 4).exchanged_bytes
+
+
 def test_what_does_not_fit_is_named():
     graph = make_network(1, [7, 11, 7])  # no axis is even
     with pytest.raises(InfeasibleError, match="weight0") as raised:

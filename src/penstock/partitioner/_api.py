@@ -53,8 +53,8 @@ def partition(
         seed: Kept in the result; the search draws no random numbers yet.
         method: `"auto"`, or to compare with: `"batch"` (data parallelism), `"fsdp"` (with
             parameters, gradients and optimizer state split at rest), `"tensor"` (products split
-            along axes of parameters, between nodes by batch), `"greedy"` (one operator after the
-            other).
+            along axes of parameters, between nodes by batch), `"chop"` (every tensor along one
+            axis), `"greedy"` (one operator after the other).
 
     Returns:
         The best partition that was found.
