@@ -71,7 +71,9 @@ def solve_exactly(model: Model, devices: int, budget: int) -> float | None:
                 names += y_row
                 factors += row.tolist()
         program.row(names, factors, upper=float(budget))
-    return program.solve(time_limit=60.0)
+    found = program.solve(time_limit=120.0)
+    assert found is not None or program.proved_infeasible, "the solver's time is over"
+    return found
 
 
 def random_case(seed: int) -> tuple[Model, int, int]:
