@@ -22,6 +22,7 @@ from penstock.partitioner._level import make_level
 from penstock.partitioner._mesh import make_mesh
 from penstock.partitioner._search import SplitSearch
 from penstock.partitioner._split import FORBIDDEN, Model
+from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
 from penstock.solvers import LinearProgram, can_solve
 
@@ -166,6 +167,17 @@ def test_chopping_splits_every_tensor():
     check(graph, found)
     assert all(any(stride > 0 for stride in each) for each in found.placements)
     assert found.exchanged_bytes >= plan(graph, 4).exchanged_bytes
+
+
+def test_the_search_knows_what_a_person_would_do():
+    graph = random_network(7)
+    axes = find_axes(graph)
+    search = SplitSearch(Model(graph, axes, find_groups(graph, axes)), MACHINE, None)
+    search.run(6)
+    assert {each.origin for each in search.candidates} >= {*METHODS[1:]}
+    best = search.best()
+    assert best is not None
+    assert best.cost == min(each.cost for each in search.candidates)
 
 
 def test_what_does_not_fit_is_named():

@@ -25,6 +25,7 @@ from penstock.partitioner._mesh import Mesh, make_mesh
 from penstock.partitioner._split import Model, StepSplit
 from penstock.partitioner._styles import (
     GREEDY,
+    METHODS,
     STYLES,
     AxisClasses,
     choose_greedily,
@@ -84,7 +85,9 @@ class SplitSearch:
         return time.monotonic() > self.deadline
 
     def run(self, devices: int) -> None:
-        """Search all meshes of a number of ranks."""
+        """Search all meshes of a number of ranks, and all styles."""
+        for style in METHODS[1:]:
+            self.run_style(devices, style)
         meshes = list_meshes(devices)
         for number, sizes in enumerate(meshes):
             share = (self.deadline - time.monotonic()) / (len(meshes) - number)
