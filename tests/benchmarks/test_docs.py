@@ -168,3 +168,21 @@ def test_the_table_of_lora_layers_is_that_of_the_rows():
             assert cells[column] == f"{ratio:.2f}", (cells, arm, ratio)
         for arm, column in {"PEFT": 5, "penstock": 6}.items():
             assert cells[column] == f"{rows[case, arm].peak_bytes['saved'] / 2**20:.1f}", cells
+
+
+def test_the_table_of_partitions_is_that_of_the_rows():
+    rows = {}
+    for path in RESULTS.glob("*/partition.json"):
+        rows |= {(row.case, row.arm): row for row in read_rows(path)}
+    table = table_after("partitioning.md", "| model over devices |")[1:]
+    assert len(table) == len(rows) / 2
+    for case, arm, *cells in table:
+        theirs, ours = rows[case, arm], rows[case, f"auto, memory of {arm}"]
+        held = [row.peak_bytes["device"] / 1e9 for row in (theirs, ours)]
+        received = [row.extra["exchanged_bytes"] / 1e9 for row in (theirs, ours)]
+        seconds = ours.extra["search_cpu_seconds"]
+        expected = held[0], received[0], held[1], received[1], ours.limit_fraction, seconds
+        for cell, value in zip(cells, expected, strict=True):
+            assert rounds_to(float(cell), value), (case, arm)
+        assert held[1] <= held[0]
+        assert received[1] <= received[0]
