@@ -42,7 +42,7 @@ def split_weights(graph: StepGraph, found: Partition) -> set[str]:
         name
         for name in WEIGHTS
         for storage, placement in zip(graph.storages, found.placements, strict=True)
-        if storage.name == f"model.{name}.weight" and any(placement)
+        if storage.name == f"{name}.weight" and any(placement)
     }
 
 
