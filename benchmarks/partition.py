@@ -8,8 +8,9 @@ Models: Tofu's table (Wang, Huang, Li, EuroSys 2019: wide ResNets of width 4 to 
 layers and width 4k to 8k, 20 steps, over 8 devices) and transformers up to Llama-70B over 64.
 
 Arms: `batch` (data parallelism), `fsdp`, `tensor` (Megatron's rule; by batch between nodes),
-`greedy` (one operator after the other), and `auto`, that is `penstock.partition`, with as much
-memory as the arm it is compared with, and without a budget. Every partition passes `check`.
+`chop` (every tensor along one axis over all devices), `greedy` (one operator after the other), and
+`auto`, that is `penstock.partition`, with as much memory as the arm it is compared with. Every
+partition passes `check`.
 
 Values are bytes that a rank receives in a step: counted, not measured. The limit of a row of `auto`
 is the arm's exchange at the same memory.
@@ -47,7 +48,7 @@ from penstock.partitioner import Partition, check, partition
 
 TOPIC = "partition"
 MACHINE = machine("h100-80gb")
-ARMS = ("batch", "fsdp", "tensor", "greedy")
+ARMS = ("batch", "fsdp", "tensor", "chop", "greedy")
 _RESNET_BATCH, _LSTM_BATCH = 32, 512  # of all devices together
 _RESNET_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 

@@ -191,3 +191,21 @@ def test_the_tables_of_traversals_are_those_of_the_rows():
     ours = rows["bytes: gowalla, 3 hops, 64 seeds", "penstock"]
     assert f"{ours.extra['predicted_bytes']:,} bytes were predicted" in said
     assert f"{ours.peak_bytes['device']:,} at the peak" in said and ours.limit_fraction == 1
+
+
+def test_the_table_of_partitions_is_that_of_the_rows():
+    rows = {}
+    for path in RESULTS.glob("*/partition.json"):
+        rows |= {(row.case, row.arm): row for row in read_rows(path)}
+    table = table_after("partitioning.md", "| model over devices |")[1:]
+    assert len(table) == len(rows) / 2
+    for case, arm, *cells in table:
+        theirs, ours = rows[case, arm], rows[case, f"auto, memory of {arm}"]
+        held = [row.peak_bytes["device"] / 1e9 for row in (theirs, ours)]
+        received = [row.extra["exchanged_bytes"] / 1e9 for row in (theirs, ours)]
+        seconds = ours.extra["search_cpu_seconds"]
+        expected = held[0], received[0], held[1], received[1], ours.limit_fraction, seconds
+        for cell, value in zip(cells, expected, strict=True):
+            assert rounds_to(float(cell), value), (case, arm)
+        assert held[1] <= held[0]
+        assert received[1] <= received[0]

@@ -58,14 +58,22 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
 
 def spawn(work: Callable[[Path], Any], num_ranks: int, folder: Path) -> list[Any]:
     """Run `work(folder)` on ranks as torchrun would start them; return what each returns."""
+    start(work, num_ranks, folder, join=True)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
+
+
+def start(
+    work: Callable[[Path], Any], num_ranks: int, folder: Path, *, join: bool = False
+) -> list[Any]:
+    """Start `work(folder)` on ranks, each of which saves what it returns; return the processes."""
     # Imports take most of the time: one process does them for all ranks of all tests.
     libraries = ["accelerate", "lightning", "peft", "penstock.batching", "_sharded_cases"]
     multiprocessing.set_forkserver_preload(libraries)
     arguments = (num_ranks, _free_port(), work, str(folder))
-    multiprocessing.start_processes(
-        _one_rank, arguments, nprocs=num_ranks, start_method="forkserver"
+    started = multiprocessing.start_processes(
+        _one_rank, arguments, nprocs=num_ranks, join=join, start_method="forkserver"
     )
-    return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
+    return [] if started is None else started.processes
 
 
 def leave() -> NoReturn:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
+import _zoo
 import penstock
-from penstock.errors import GraphFileError
+from _steps import eager_step
+from penstock.errors import GraphFileError, PenstockError
 from penstock.graph import StepGraph
 from penstock.memory import machine
 from penstock.partitioner import Partition, apply, check, partition
@@ -70,9 +74,14 @@ def next_words(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.view(-1, 16), targets.view(-1))
 
 
-def make(name: str) -> tuple[nn.Module, Any, Callable[[Any, Any], torch.Tensor]]:
+def make(name: str) -> tuple[nn.Module, Any, Callable[[Any, Any], torch.Tensor] | None]:
     """A model, its batch and its loss."""
     torch.manual_seed(0)
+    if name in _zoo.CASES:
+        case = _zoo.CASES[name]
+        return case.make(), case.batch, case.loss
+    if name == "columns":
+        return nn.Linear(8, 16), torch.randn(12, 8), square
     if name == "mlp":
         layers = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)
         return nn.Sequential(*layers), torch.randn(12, 8), square
@@ -98,11 +107,7 @@ def train_alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer, losses = make_optimizer(model), []
     torch.manual_seed(5)
     for _ in range(NUM_STEPS):
-        optimizer.zero_grad()
-        found = loss(model(batch), batch)
-        found.backward()
-        optimizer.step()
-        losses.append(found.item())
+        losses.append(eager_step(model, optimizer, _zoo.Case(lambda: model, batch, loss)).item())
     return losses, copy.deepcopy(model.state_dict())
 
 
@@ -159,6 +164,7 @@ def train_together(case: Case) -> dict[str, Any]:
         "state": state,
         "collectives": (kinds, counts),
         "bytes": (found.exchanged_bytes, step.exchanged_bytes),
+        "peaks": (found.peak_device_bytes, step.peak_device_bytes),
         "splits": sum(shards),
     }
 
@@ -170,6 +176,22 @@ def refuse_mesh(case: Case) -> str:
     try:
         apply(case.partition, model, mesh, graph=case.graph, optimizer=make_optimizer(model))
     except ValueError as error:
+        return str(error)
+    return ""
+
+
+def survive(case: Case, folder: Path) -> str:
+    """The error of a rank whose partner is killed after its first step."""
+    distributed.init_process_group("gloo")
+    model, batch, _ = make(case.name)
+    mesh = init_device_mesh("cpu", case.partition.mesh)
+    step = apply(case.partition, model, mesh, graph=case.graph, optimizer=make_optimizer(model))
+    step(batch)
+    if distributed.get_rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        step(batch)
+    except PenstockError as error:
         return str(error)
     return ""
 

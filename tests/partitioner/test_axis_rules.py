@@ -53,6 +53,8 @@ Q, K = floats(2, 4, 6, 8), floats(2, 2, 6, 8)
 LOGITS, CLASSES = floats(8, 6).log_softmax(-1), indices(6, 8)
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 ATTENDED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(Q, Q, Q)
+SHARED = floats(2, 1, 6, 8)  # a key of all heads
+ATTENDED_TO_SHARED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(Q, SHARED, SHARED)
 CASES = [
     Case("mm.default", (floats(4, 6), floats(6, 8)), "mkn"),
     Case("addmm.default", (floats(8), floats(4, 6), floats(6, 8)), "mkn"),
@@ -89,6 +91,7 @@ CASES = [
     Case("cumsum.default", (X, 0), "bc"),
     Case("cat.default", ([X, X], -1), "ab"),
     Case("cat.default", ([X, X],), "bc"),
+    Case("cat.default", ([floats(0), X], -2), "ac"),
     Case("slice_backward.default", (X, [4, 6, 16], 2, 0, 8, 1), "ab"),
     Case("select_backward.default", (X, [4, 3, 6, 8], 1, 2), "acd"),
     Case("sum.dim_IntList", (X, [0, 1], True), "abc"),
@@ -120,6 +123,11 @@ CASES = [
     ),
     Case(f"{ATTENTION}.default", (Q, K, K, 0.0, True), "bh"),
     Case(f"{ATTENTION}_backward.default", (Q, Q, Q, Q, *ATTENDED, 0.0, False), "bh"),
+    Case(
+        f"{ATTENTION}_backward.default",
+        (Q, Q, SHARED, SHARED, *ATTENDED_TO_SHARED, 0.0, False),
+        "bh",
+    ),
     Case("gather.default", (X, 2, indices(8, 4, 6, 2)), "ab"),
     Case("index.Tensor", (X, [None, indices(6, 4, 2)]), "actu"),
     Case("index.Tensor", (X, [indices(4, 2), indices(6, 2)]), "ct"),

@@ -22,6 +22,7 @@ from penstock.partitioner._level import make_level
 from penstock.partitioner._mesh import make_mesh
 from penstock.partitioner._search import SplitSearch
 from penstock.partitioner._split import FORBIDDEN, Model
+from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
 from penstock.solvers import LinearProgram, can_solve
 
@@ -71,7 +72,9 @@ def solve_exactly(model: Model, devices: int, budget: int) -> float | None:
                 names += y_row
                 factors += row.tolist()
         program.row(names, factors, upper=float(budget))
-    return program.solve(time_limit=60.0)
+    found = program.solve(time_limit=120.0)
+    assert found is not None or program.proved_infeasible, "the solver's time is over"
+    return found
 
 
 def random_case(seed: int) -> tuple[Model, int, int]:
@@ -156,6 +159,25 @@ def test_a_batch_of_one_gives_a_tensor_split():
     assert is_split(found, graph, "weight1")
     assert "m" not in letters(found, graph) or graph.operators[0].args[0].shape[0] == 1
     assert found.exchanged_bytes < 8 * 4 * 4096  # activations, not weights of 16 MiB
+
+
+def test_chopping_splits_every_tensor():
+    graph = make_network(8, [8, 16, 8])
+    found = partition(graph, devices=4, machine=MACHINE, method="chop")
+    check(graph, found)
+    assert all(any(stride > 0 for stride in each) for each in found.placements)
+    assert found.exchanged_bytes >= plan(graph, 4).exchanged_bytes
+
+
+def test_the_search_knows_what_a_person_would_do():
+    graph = random_network(7)
+    axes = find_axes(graph)
+    search = SplitSearch(Model(graph, axes, find_groups(graph, axes)), MACHINE, None)
+    search.run(6)
+    assert {each.origin for each in search.candidates} >= {*METHODS[1:]}
+    best = search.best()
+    assert best is not None
+    assert best.cost == min(each.cost for each in search.candidates)
 
 
 def test_what_does_not_fit_is_named():

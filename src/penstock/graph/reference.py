@@ -30,38 +30,58 @@ from penstock.graph.executable import find_last_uses
 from penstock.graph.fsdp import collectives  # noqa: F401 (operators of graphs)
 from penstock.graph.splitting.input_pieces import part_of_input
 from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
+from penstock.memory import Ledger, Tier
 
 
 class ReferenceRun:
-    """One execution, with the memory of each storage that has some now."""
+    """One execution, with the memory of each storage that has some now.
+
+    Args:
+        graph: The step.
+        tensors: By their names in it.
+        numbers: Hyper-parameters, by value.
+        ledger: Account of the bytes of storages while they have memory, and of the workspace that
+            the graph says operators have.
+    """
 
     def __init__(
-        self, graph: StepGraph, tensors: Mapping[str, torch.Tensor], numbers: dict[int, float]
+        self,
+        graph: StepGraph,
+        tensors: Mapping[str, torch.Tensor],
+        numbers: dict[int, float],
+        ledger: Ledger | None = None,
     ) -> None:
         self._graph = graph
+        self._ledger = ledger or Ledger()
         self._numbers: dict[int, float] = dict(numbers)
         self._memory: dict[int, torch.UntypedStorage] = {}
         for name, tensor in _tensors_of_storages(graph, tensors):
             storage = graph.storage_of_value[graph.tensors[name].value]
-            self._memory[storage] = tensor.untyped_storage()
+            self._hold(storage, tensor.untyped_storage())
         devices = {each.device for name, each in tensors.items() if name.startswith("model.")}
         self._device = devices.pop() if devices else torch.device(graph.device)
         self._dying = find_last_uses(graph, graph.operators)
 
     def run(self) -> torch.Tensor:
         """Run all operators; return the loss."""
-        with below_autograd(), torch.autocast(self._graph.device, enabled=False):
-            return self._run()
+        try:
+            with below_autograd(), torch.autocast(self._graph.device, enabled=False):
+                return self._run()
+        finally:
+            for storage in [*self._memory]:
+                self._release(storage)
 
     def _run(self) -> torch.Tensor:
         for index, operator in enumerate(self._graph.operators):
             # As eager runs them: some kernels ask whether gradients are wanted, though they run
             # below autograd (recurrent layers keep a workspace then).
             with torch.set_grad_enabled(operator.phase is Phase.FORWARD):
+                self._ledger.add(Tier.DEVICE, operator.workspace_bytes)
                 self._run_operator(operator)
+                self._ledger.add(Tier.DEVICE, -operator.workspace_bytes)
             for storage in self._dying.get(index, ()):
                 if self._graph.storages[storage].final is None:
-                    self._memory.pop(storage, None)
+                    self._release(storage)
         assert self._graph.loss is not None
         return self._tensor(self._graph.loss).clone()
 
@@ -105,8 +125,22 @@ class ReferenceRun:
             laid_out = torch.empty_strided(
                 view.shape, view.stride, dtype=result.dtype, device=result.device
             )
-            result = laid_out.copy_(result)
-        self._memory[storage] = result.untyped_storage()
+            num_bytes = result.untyped_storage().nbytes()  # both are there for a moment
+            self._ledger.add(Tier.DEVICE, num_bytes)
+            self._hold(storage, laid_out.copy_(result).untyped_storage())
+            self._ledger.add(Tier.DEVICE, -num_bytes)
+            return
+        self._hold(storage, result.untyped_storage())
+
+    def _hold(self, storage: int, memory: torch.UntypedStorage) -> None:
+        self._release(storage)
+        self._memory[storage] = memory
+        self._ledger.add(Tier.DEVICE, memory.nbytes())
+
+    def _release(self, storage: int) -> None:
+        memory = self._memory.pop(storage, None)
+        if memory is not None:
+            self._ledger.add(Tier.DEVICE, -memory.nbytes())
 
     def _tensor(self, view: TensorView) -> torch.Tensor:
         memory = self._memory[self._graph.storage_of_value[view.value]]

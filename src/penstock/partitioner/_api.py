@@ -53,8 +53,8 @@ def partition(
         seed: Kept in the result; the search draws no random numbers yet.
         method: `"auto"`, or to compare with: `"batch"` (data parallelism), `"fsdp"` (with
             parameters, gradients and optimizer state split at rest), `"tensor"` (products split
-            along axes of parameters, between nodes by batch), `"greedy"` (one operator after the
-            other).
+            along axes of parameters, between nodes by batch), `"chop"` (every tensor along one
+            axis), `"greedy"` (one operator after the other).
 
     Returns:
         The best partition that was found.
@@ -138,8 +138,10 @@ def _assemble(
         each.num_bytes * step.mesh.weights[each.level] for each in collectives
     ) / link_rate(machine, is_within_node=step.mesh.sizes[-1] <= machine.devices_per_node)
     compute_seconds = sum(
-        seconds * share(split, step.mesh.sizes)
-        for seconds, split in zip(operator_seconds(graph, machine), step.splits, strict=True)
+        seconds * share(step.splits[group], step.mesh.sizes)
+        for seconds, group in zip(
+            operator_seconds(graph, machine), model.groups.of_operator, strict=True
+        )
     )
     bound = max(
         bound_exchanged_bytes(model, devices, search.budget),
@@ -149,12 +151,12 @@ def _assemble(
         graph_digest=graph.digest,
         mesh=step.mesh.sizes,
         placements=tuple(
-            tuple(_stride(model, storage, axis) for axis in placement)
-            for storage, placement in enumerate(step.placements)
+            tuple(_stride(model, storage, axis) for axis in step.placements[group])
+            for storage, group in enumerate(model.groups.of_storage)
         ),
         splits=tuple(
-            tuple(_letter(model, operator, axis) for axis in split)
-            for operator, split in enumerate(step.splits)
+            tuple(_letter(model, operator, axis) for axis in step.splits[group])
+            for operator, group in enumerate(model.groups.of_operator)
         ),
         collectives=collectives,
         device_bytes=search.budget,
@@ -199,13 +201,19 @@ def _letter(model: Model, operator: int, axis: int) -> str:
 
 def list_collectives(model: Model, step: StepSplit) -> Iterable[Collective]:
     """Yield the collectives of a split, in the order of the operators."""
+    traffic_of = [[*model.exchanges(step, group)] for group in range(len(step.splits))]
     for index, operator in enumerate(model.graph.operators):
         needed = {model.graph.storage_of_value[value]: value for value in operator.needs}
         made = {model.graph.storage_of_value[value]: value for value in operator.makes}
-        for use, traffic, is_output in model.exchanges(step, index):
-            value = (made if is_output else needed)[use.storage]
-            for move in traffic.moves:
-                yield Collective(index, value, move.kind, move.level, move.num_bytes, is_output)
+        axes = model.axes.operators[index]
+        uses = [*dict.fromkeys(axes.inputs), *dict.fromkeys(axes.outputs)]
+        traffic = traffic_of[model.groups.of_operator[index]]
+        for use, (of_group, exchange) in zip(uses, traffic, strict=True):
+            value = (made if of_group.is_output else needed)[use.storage]
+            for move in exchange.moves:
+                yield Collective(
+                    index, value, move.kind, move.level, move.num_bytes, of_group.is_output
+                )
 
 
 def find_frontier(candidates: list[FoundSplit]) -> tuple[FrontierPoint, ...]:

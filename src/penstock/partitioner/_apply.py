@@ -30,6 +30,7 @@ from penstock.graph.fsdp.shards import ShardedModel, is_sharded
 from penstock.graph.guards import Guards
 from penstock.graph.reference import ReferenceRun
 from penstock.graph.step_graph import StepGraph
+from penstock.memory import Ledger, Tier
 from penstock.partitioner._layout import cut_tensor, torch_placements
 from penstock.partitioner._mesh import PARTIAL, REPLICATED, Placement
 from penstock.partitioner._partition import Partition
@@ -109,6 +110,8 @@ class PartitionedStep:
         partition: The partition.
         graph: This rank's step graph.
         exchanges: Its collectives, with the bytes that this rank receives.
+        ledger: Account of the bytes that this rank holds while a step runs, all on the device tier:
+            its pieces, and copies for collectives and operators.
     """
 
     def __init__(
@@ -123,10 +126,16 @@ class PartitionedStep:
         self.partition = partition
         self.graph = rank.graph
         self.exchanges: tuple[RankExchange, ...] = rank.exchanges
+        self.ledger = Ledger()
         self._distribution = distribution
         self._entries = entries
         self._optimizer = optimizer
         self._guards = guards
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The most bytes that this rank held in a step, by its ledger; 0 before the first."""
+        return self.ledger.peak(Tier.DEVICE)
 
     @property
     def exchanged_bytes(self) -> int:
@@ -148,7 +157,7 @@ class PartitionedStep:
         tensors |= bind_group_tensors(self.graph, self._optimizer)
         numbers = bind_numbers(self.graph, self._optimizer)
         try:
-            return ReferenceRun(self.graph, tensors, numbers).run()
+            return ReferenceRun(self.graph, tensors, numbers, self.ledger).run()
         except (distributed.DistError, RuntimeError) as error:
             if not _is_of_collective(error):
                 raise

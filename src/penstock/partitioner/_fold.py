@@ -75,7 +75,9 @@ def find_groups(graph: StepGraph, axes: GraphAxes, *, fold: bool = True) -> Grou
 
 def _shape(axes: OperatorAxes) -> Hashable:
     uses = (*axes.inputs, *axes.outputs)
-    return axes.names, axes.sizes, *((u.num_bytes, u.axis_of_loop, u.blocked) for u in uses)
+    first = [uses.index(use) for use in uses]  # operands that are one are one in all members
+    of_uses = ((u.num_bytes, u.axis_of_loop, u.blocked) for u in uses)
+    return axes.names, axes.sizes, *first, *of_uses
 
 
 def _number(keys: list[Hashable]) -> list[int]:

@@ -39,26 +39,22 @@ class Level:
 
     def step_split(self, options: np.ndarray) -> StepSplit:
         """Return the split of the step that options stand for."""
-        groups, num = self.model.groups, len(self.storages)
+        num = len(self.storages)
         return StepSplit(
             self.mesh,
-            tuple(self.storages[group][options[group]] for group in groups.of_storage),
-            tuple(self.operators[group][options[num + group]] for group in groups.of_operator),
+            tuple(each[o] for each, o in zip(self.storages, options[:num], strict=True)),
+            tuple(each[o] for each, o in zip(self.operators, options[num:], strict=True)),
         )
 
     def options_of(self, step: StepSplit) -> np.ndarray | None:
         """Return the options that stand for a split; None if it is not among them."""
-        groups = self.model.groups
         found = []
-        for options, members, own in (
-            (self.storages, groups.storages, step.placements),
-            (self.operators, groups.operators, step.splits),
+        for options, chosen in zip(
+            (*self.storages, *self.operators), (*step.placements, *step.splits), strict=True
         ):
-            for group, each in enumerate(options):
-                chosen = own[members[group][0]]
-                if chosen not in each:
-                    return None
-                found.append(each.index(chosen))
+            if chosen not in options:
+                return None
+            found.append(options.index(chosen))
         return np.array(found)
 
 
@@ -80,10 +76,12 @@ def make_level(
     """
     groups = model.groups
     storages = tuple(
-        _storage_options(model, mesh, members[0], above) for members in groups.storages
+        _storage_options(model, mesh, members[0], above.placements[group] if above else ())
+        for group, members in enumerate(groups.storages)
     )
     operators = tuple(
-        _operator_options(model, mesh, members[0], above) for members in groups.operators
+        _operator_options(model, mesh, members[0], above.splits[group] if above else ())
+        for group, members in enumerate(groups.operators)
     )
     choices = Choices()
     for options in (*storages, *operators):
@@ -96,9 +94,8 @@ def make_level(
 
 
 def _storage_options(
-    model: Model, mesh: Mesh, storage: int, above: StepSplit | None
+    model: Model, mesh: Mesh, storage: int, prefix: Placement
 ) -> tuple[Placement, ...]:
-    prefix = above.placements[storage] if above else ()
     options = [(*prefix, REPLICATED)]
     options += [
         (*prefix, axis)
@@ -110,10 +107,7 @@ def _storage_options(
     return tuple(options)
 
 
-def _operator_options(
-    model: Model, mesh: Mesh, operator: int, above: StepSplit | None
-) -> tuple[Split, ...]:
-    prefix = above.splits[operator] if above else ()
+def _operator_options(model: Model, mesh: Mesh, operator: int, prefix: Split) -> tuple[Split, ...]:
     axes = model.axes.operators[operator]
     options = [
         (*prefix, axis)
@@ -148,18 +142,14 @@ def _add_operator(level: Level, group: int, critical: Mapping[int, float]) -> No
     """Add an operator's repeated work, and its exchange with each storage that it uses."""
     model, mesh, choices = level.model, level.mesh, level.choices
     members = model.groups.operators[group]
-    operator, axes = model.graph.operators[members[0]], model.axes.operators[members[0]]
-    weight = sum(critical.get(each, 0.0) for each in members)
+    operator = model.graph.operators[members[0]]
+    weight = sum(critical.get(each, 0.0) for each in members) if critical else 0.0
     variable, splits = len(level.storages) + group, level.operators[group]
     shares = np.array([share(split, mesh.sizes) for split in splits])
     choices.costs[variable] += [model.repeated_work(members, split, mesh) for split in splits]
     choices.bytes[variable] += weight * operator.workspace_bytes * shares
-    for is_output, uses in ((False, axes.inputs), (True, axes.outputs)):
-        for use in dict.fromkeys(uses):
-            owner = model.groups.of_storage[use.storage]
-            costs, extra = model.table(
-                use, splits, level.storages[owner], mesh, is_output=is_output
-            )
-            choices.add_pair(
-                variable, owner, len(members) * costs, weight * extra if weight else None
-            )
+    for use in model.uses[group]:
+        costs, extra = model.table(use.form, splits, level.storages[use.owner], mesh, use.is_output)
+        choices.add_pair(
+            variable, use.owner, len(members) * costs, weight * extra if weight else None
+        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from math import prod
 from typing import Any
 
 from penstock.errors import PlanError
-from penstock.graph.step_graph import StepGraph, Storage, TensorView, views_in
+from penstock.graph.step_graph import StepGraph, TensorView, views_in
 from penstock.partitioner._mesh import PARTIAL, REPLICATED, Mesh, Placement, make_mesh
 from penstock.partitioner._partition import Partition
 from penstock.partitioner._pieces import StoragePiece, view_piece
@@ -84,19 +85,18 @@ class RankStorages:
         storages[index] = dataclasses.replace(storages[index], **fields)
 
     def set_lasting(self) -> None:
-        """Note which values outlive the step."""
+        """Note which values outlive the step, under the names that they have in the whole one."""
+        number = Counter(each.name for each in self.builder.storages)
         for storage in self.graph.storages:
-            if storage.final is not None:
-                value = self.pieces[storage.final].value
-                self._change_storage(value, final=value, name=self._unique(storage, value))
-
-    def _unique(self, storage: Storage, value: int) -> str:
-        names = {
-            each.name
-            for index, each in enumerate(self.builder.storages)
-            if index != self.builder.storage_of_value[value]
-        }
-        return f"{storage.name}:rest" if storage.name in names else storage.name
+            if storage.final is None:
+                continue
+            value = self.pieces[storage.final].value
+            own = self.builder.storages[self.builder.storage_of_value[value]].name
+            is_taken = number[storage.name] > (own == storage.name)
+            name = f"{storage.name}:rest" if is_taken else storage.name
+            number[own] -= 1
+            number[name] += 1
+            self._change_storage(value, final=value, name=name)
 
     def rest_view(self, view: TensorView) -> TensorView:
         """Return a rank's part of a view of a value at rest."""

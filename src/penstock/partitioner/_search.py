@@ -25,6 +25,7 @@ from penstock.partitioner._mesh import Mesh, make_mesh
 from penstock.partitioner._split import Model, StepSplit
 from penstock.partitioner._styles import (
     GREEDY,
+    METHODS,
     STYLES,
     AxisClasses,
     choose_greedily,
@@ -76,6 +77,7 @@ class SplitSearch:
     lower_bound: float = 0.0
     _classes: AxisClasses | None = None
     _solvers: dict[object, tuple[Level, Elimination]] = field(default_factory=dict)
+    _critical_of: dict[StepSplit | None, int] = field(default_factory=dict)
 
     @property
     def is_late(self) -> bool:
@@ -83,7 +85,9 @@ class SplitSearch:
         return time.monotonic() > self.deadline
 
     def run(self, devices: int) -> None:
-        """Search all meshes of a number of ranks."""
+        """Search all meshes of a number of ranks, and all styles."""
+        for style in METHODS[1:]:
+            self.run_style(devices, style)
         meshes = list_meshes(devices)
         for number, sizes in enumerate(meshes):
             share = (self.deadline - time.monotonic()) / (len(meshes) - number)
@@ -161,9 +165,12 @@ class SplitSearch:
 
     def _critical(self, step: StepSplit | None) -> int:
         """Return the operator at which a rank needs the most bytes."""
-        model = self.model
-        num_bytes = model.live_bytes(model.num_bytes) if step is None else model.device_bytes(step)
-        return int(num_bytes.argmax())
+        if step not in self._critical_of:
+            model = self.model
+            whole = step is None
+            num_bytes = model.live_bytes(model.num_bytes) if whole else model.device_bytes(step)
+            self._critical_of[step] = int(num_bytes.argmax())
+        return self._critical_of[step]
 
     def _solve_level(
         self, level: Level, elimination: Elimination, price: float, style: str | None

@@ -51,14 +51,31 @@ class Traffic(NamedTuple):
     extra_bytes: int
 
 
+class GroupUse(NamedTuple):
+    """An operand or result of the operators of a group.
+
+    Attributes:
+        use: Of the group's first operator.
+        owner: Group of its storage.
+        form: Number of the use's form, that is of all but its storage and place, and of the
+            extents of its storage.
+        is_output: Whether it is a result.
+    """
+
+    use: Use
+    owner: int
+    form: int
+    is_output: bool
+
+
 @dataclass(frozen=True)
 class StepSplit:
     """Splits of all operators and placements of all storages of a step.
 
     Attributes:
         mesh: Levels of ranks.
-        placements: For each storage.
-        splits: For each operator.
+        placements: For each group of storages.
+        splits: For each group of operators.
     """
 
     mesh: Mesh
@@ -86,30 +103,74 @@ class Model:
         self.extents = tuple(axes.sizes(storage) for storage in range(len(graph.storages)))
         self.num_bytes = np.array([each.num_bytes for each in graph.storages], dtype=np.int64)
         self.first, self.last = _live_ranges(graph)
-        self._form = functools.cache(_form_of)
-        self._traffic = functools.cache(_find_traffic)
-        self._table = functools.cache(_find_table)
+        self._group_of_storage = np.array(groups.of_storage, dtype=np.int64)
+        self._group_of_operator = np.array(groups.of_operator, dtype=np.int64)
+        self._forms: dict[tuple[Use, tuple[int, ...]], int] = {}
+        self.uses = [self._find_uses(members[0]) for members in groups.operators]
+        self._known_forms = [*self._forms]
+        self._traffic = functools.cache(self._find_traffic)
+        self.table = functools.cache(self._find_table)
 
-    def traffic(
-        self, use: Use, split: Split, placement: Placement, mesh: Mesh, *, is_output: bool
+    def _find_uses(self, operator: int) -> tuple[GroupUse, ...]:
+        """Return the operands and results of an operator; two operands that are one once."""
+        axes, found = self.axes.operators[operator], []
+        for is_output, uses in ((False, axes.inputs), (True, axes.outputs)):
+            for use in dict.fromkeys(uses):
+                key = dataclasses.replace(use, storage=0, offset=0), self.extents[use.storage]
+                form = self._forms.setdefault(key, len(self._forms))
+                owner = self.groups.of_storage[use.storage]
+                found.append(GroupUse(use, owner, form, is_output))
+        return tuple(found)
+
+    def _find_traffic(
+        self, form: int, own: Placement, split: Split, rest: Placement, mesh: Mesh, is_output: bool
     ) -> Traffic | None:
-        """Return the exchange between a storage's placement and an operator's; None if none can."""
-        extents = self.extents[use.storage]
-        form = self._form(use)
-        return self._traffic(form, split, placement, mesh, extents, is_output=is_output)
+        """Return the exchange between a placement at rest and an operator's own; None if none can.
 
-    def table(
+        Args:
+            form: Of the operand or result.
+            own: The placement in which the operator has it.
+            split: Of the operator; `()` where there is no halo.
+            rest: The placement at rest.
+            mesh: Levels of ranks.
+            is_output: Whether it is a result.
+        """
+        use, extents = self._known_forms[form]
+        held, need = (own, rest) if is_output else (rest, own)
+        blocked = frozenset(range(len(extents))) & use.blocked
+        moves = find_moves(use.num_bytes, held, need, mesh=mesh, extents=extents, blocked=blocked)
+        if moves is None:
+            return None
+        extra = math.ceil(use.num_bytes * share(own, mesh.sizes)) if moves else 0
+        return Traffic((*moves, *_halo(use, split, own, mesh)), extra)
+
+    def traffic(self, use: GroupUse, split: Split, rest: Placement, mesh: Mesh) -> Traffic | None:
+        """Return the exchange of an operand or result; None if none can be."""
+        own = made_placement(use.use, split) if use.is_output else needed_placement(use.use, split)
+        of_halo = split if use.use.halo else ()
+        return self._traffic(use.form, own, of_halo, rest, mesh, use.is_output)
+
+    def _find_table(
         self,
-        use: Use,
+        form: int,
         splits: tuple[Split, ...],
         placements: tuple[Placement, ...],
         mesh: Mesh,
-        *,
         is_output: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return for each split and placement the weighted bytes received, and the extra bytes."""
-        extents = self.extents[use.storage]
-        return self._table(self._form(use), splits, placements, mesh, extents, is_output=is_output)
+        use = GroupUse(self._known_forms[form][0], 0, form, is_output)
+        costs = np.zeros((len(splits), len(placements)))
+        extra = np.zeros_like(costs)
+        for i, split in enumerate(splits):
+            for j, placement in enumerate(placements):
+                found = self.traffic(use, split, placement, mesh)
+                if found is None:
+                    costs[i, j] = FORBIDDEN
+                elif found.moves:
+                    costs[i, j] = sum(m.num_bytes * mesh.weights[m.level] for m in found.moves)
+                    extra[i, j] = found.extra_bytes
+        return costs, extra
 
     @functools.cached_property
     def linearly_read(self) -> set[int]:
@@ -134,43 +195,34 @@ class Model:
     def local_bytes(self, step: StepSplit) -> np.ndarray:
         """Return the bytes of a rank's piece of each storage."""
         sizes = step.mesh.sizes
-        pieces = [1 / share(placement, sizes) for placement in step.placements]
-        return -(-self.num_bytes // np.rint(pieces).astype(np.int64))
+        pieces = [round(1 / share(placement, sizes)) for placement in step.placements]
+        return -(-self.num_bytes // np.array(pieces, dtype=np.int64)[self._group_of_storage])
 
     def device_bytes(self, step: StepSplit) -> np.ndarray:
         """Return the bytes that a rank needs at each operator."""
-        extra = [self._extra_bytes(step, members[0]) for members in self.groups.operators]
+        extra = [self._extra_bytes(step, group) for group in range(len(step.splits))]
         total = self.live_bytes(self.local_bytes(step))
-        return total + np.array([extra[group] for group in self.groups.of_operator], dtype=np.int64)
+        return total + np.array(extra, dtype=np.int64)[self._group_of_operator]
 
-    def _extra_bytes(self, step: StepSplit, operator: int) -> int:
-        workspace = self.graph.operators[operator].workspace_bytes
-        found = math.ceil(workspace * share(step.splits[operator], step.mesh.sizes))
-        return found + sum(traffic.extra_bytes for _, traffic, _ in self.exchanges(step, operator))
+    def _extra_bytes(self, step: StepSplit, group: int) -> int:
+        workspace = self.graph.operators[self.groups.operators[group][0]].workspace_bytes
+        found = math.ceil(workspace * share(step.splits[group], step.mesh.sizes))
+        return found + sum(traffic.extra_bytes for _, traffic in self.exchanges(step, group))
 
-    def exchanges(self, step: StepSplit, operator: int) -> Iterator[tuple[Use, Traffic, bool]]:
-        """Yield the operands and results of an operator with their exchange, and if they are
-        results.
-        """
-        axes, split = self.axes.operators[operator], step.splits[operator]
-        seen = set()
-        for is_output, uses in ((False, axes.inputs), (True, axes.outputs)):
-            for use in uses:
-                key = use, is_output
-                if key in seen:  # two operands that are one are fetched once
-                    continue
-                seen.add(key)
-                placement = step.placements[use.storage]
-                found = self.traffic(use, split, placement, step.mesh, is_output=is_output)
-                assert found is not None, "the search allows only placements that can be reached"
-                yield use, found, is_output
+    def exchanges(self, step: StepSplit, group: int) -> Iterator[tuple[GroupUse, Traffic]]:
+        """Yield the operands and results of a group of operators with their exchange."""
+        for use in self.uses[group]:
+            placement = step.placements[use.owner]
+            found = self.traffic(use, step.splits[group], placement, step.mesh)
+            assert found is not None, "the search allows only placements that can be reached"
+            yield use, found
 
     def exchanged_bytes(self, step: StepSplit) -> tuple[float, float]:
         """Return the bytes that a rank receives; and weighted by links, with repeated work."""
         total, weighted = 0.0, 0.0
-        for members in self.groups.operators:
-            weighted += self.repeated_work(members, step.splits[members[0]], step.mesh)
-            for _, traffic, _ in self.exchanges(step, members[0]):
+        for group, members in enumerate(self.groups.operators):
+            weighted += self.repeated_work(members, step.splits[group], step.mesh)
+            for _, traffic in self.exchanges(step, group):
                 for move in traffic.moves:
                     total += len(members) * move.num_bytes
                     weighted += len(members) * move.num_bytes * step.mesh.weights[move.level]
@@ -198,51 +250,6 @@ def _axis(use: Use, axis: int) -> int:
         return axis
     found = use.axis_of_loop[axis]
     return REPLICATED if found is None else found
-
-
-def _form_of(use: Use) -> Use:
-    return dataclasses.replace(use, storage=0, offset=0)
-
-
-def _find_table(
-    use: Use,
-    splits: tuple[Split, ...],
-    placements: tuple[Placement, ...],
-    mesh: Mesh,
-    extents: tuple[int, ...],
-    *,
-    is_output: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    costs = np.zeros((len(splits), len(placements)))
-    extra = np.zeros_like(costs)
-    for i, split in enumerate(splits):
-        for j, placement in enumerate(placements):
-            found = _find_traffic(use, split, placement, mesh, extents, is_output=is_output)
-            if found is None:
-                costs[i, j] = FORBIDDEN
-            else:
-                costs[i, j] = sum(m.num_bytes * mesh.weights[m.level] for m in found.moves)
-                extra[i, j] = found.extra_bytes
-    return costs, extra
-
-
-def _find_traffic(
-    use: Use,
-    split: Split,
-    placement: Placement,
-    mesh: Mesh,
-    extents: tuple[int, ...],
-    *,
-    is_output: bool,
-) -> Traffic | None:
-    own = made_placement(use, split) if is_output else needed_placement(use, split)
-    held, need = (own, placement) if is_output else (placement, own)
-    blocked = frozenset(range(len(extents))) & use.blocked
-    moves = find_moves(use.num_bytes, held, need, mesh=mesh, extents=extents, blocked=blocked)
-    if moves is None:
-        return None
-    extra = math.ceil(use.num_bytes * share(own, mesh.sizes)) if moves else 0
-    return Traffic((*moves, *_halo(use, split, own, mesh)), extra)
 
 
 def _halo(use: Use, split: Split, own: Placement, mesh: Mesh) -> tuple[Move, ...]:

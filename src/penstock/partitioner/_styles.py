@@ -8,6 +8,8 @@ which options operators and storages may take; a search over the others finds th
 - `"fsdp"`: as `"batch"`, with parameters, gradients and optimizer state split at rest.
 - `"tensor"`: products are split along axes of parameters, by columns or rows (Shoeybi et al.,
   "Megatron-LM", 2019); parameters are split at rest.
+- `"chop"`: every tensor is split along one axis over all ranks, whatever that exchanges (the
+  baseline "EqualChop" of Wang, Huang, Li, EuroSys 2019, section 7).
 - `"greedy"` is no style: operators and storages take, one after the other, what is cheapest beside
   those before them.
 """
@@ -22,8 +24,8 @@ from penstock.partitioner._split import Model
 from penstock.partitioner.axes import is_heavy
 
 STYLES = ("batch", "fsdp", "tensor")
-GREEDY = "greedy"
-METHODS = ("auto", *STYLES, GREEDY)
+CHOP, GREEDY = "chop", "greedy"
+METHODS = ("auto", *STYLES, CHOP, GREEDY)
 _UNWANTED = 1e24
 
 
@@ -70,11 +72,12 @@ def price_style(level: Level, classes: AxisClasses, style: str) -> list[np.ndarr
         index = members[0]
         storage = model.graph.storages[index]
         is_state = storage.kind in (Kind.PARAMETER, Kind.OPTIMIZER_STATE, Kind.GRADIENT)
+        is_named = is_state or style == CHOP
         has_split = any(option[-1] >= 0 for option in options)
-        wants_split = is_state and style != "batch" and has_split
+        wants_split = is_named and style != "batch" and has_split
         added.append(
             np.array(
-                [_UNWANTED * (is_state and (option[-1] >= 0) != wants_split) for option in options]
+                [_UNWANTED * (is_named and (option[-1] >= 0) != wants_split) for option in options]
             )
         )
     for members, options in zip(model.groups.operators, level.operators, strict=True):
@@ -82,7 +85,7 @@ def price_style(level: Level, classes: AxisClasses, style: str) -> list[np.ndarr
         heavy = is_heavy(model.graph.operators[index].target)
         batch = [classes.is_batch("operator", index, option[-1]) for option in options]
         wanted = (not each for each in batch) if style == "tensor" else batch
-        free = not heavy or (style != "tensor" and not any(batch))
+        free = not heavy or style == CHOP or (style != "tensor" and not any(batch))
         added.append(np.array([0.0 if free or each else _UNWANTED for each in wanted]))
     return added
 

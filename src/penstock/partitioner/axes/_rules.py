@@ -82,6 +82,8 @@ def _fill_in(operator: Operator, draft: LetterDraft) -> AxisRule:
     for index, argument in numbered:
         for view in views_in(argument):
             labels = draft.inputs.get(index, (WHOLE,) * len(view.shape))
+            if view.shape == (0,) and len(labels) > 1:
+                labels = (WHOLE,)  # `cat` takes such beside tensors of more dimensions
             if index in draft.first_only:
                 first_only.add(len(inputs))
             inputs.append(_operand(view, labels, halo=draft.halo.get(index, ())))

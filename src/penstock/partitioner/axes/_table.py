@@ -133,7 +133,7 @@ def _rowwise(position: int) -> Callable[[str, Operator], LetterDraft | None]:
         dims = dim if isinstance(dim, tuple) else (dim,)
         if not views or not all(isinstance(each, int) for each in dims):
             return None
-        num = len(views[0].shape)
+        num = max(len(each.shape) for each in views)
         along = {each % num for each in dims} if num else set()
         letters = tuple(WHOLE if i in along else _letters(num)[i] for i in range(num))
         same = {
@@ -335,7 +335,18 @@ def _attention(name: str, operator: Operator) -> LetterDraft:
         for index, each in enumerate(operator.outputs)
         if each is not None and len(each.shape) > 2
     }
-    return LetterDraft(inputs, results)
+    # A key that all heads of queries share: each rank has the gradient of its own heads.
+    places = operator.outputs[0].shape[:2] if operator.outputs[0] is not None else ()
+    sums = {
+        index: "".join(
+            letter
+            for letter, size, whole in zip("bh", each.shape, places, strict=False)
+            if size == 1 < whole
+        )
+        for index, each in enumerate(operator.outputs)
+        if each is not None and index in results and name.endswith("backward")
+    }
+    return LetterDraft(inputs, results, sums=sums)
 
 
 def _gather(name: str, operator: Operator) -> LetterDraft | None:
