@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PenstockError(Exception):
@@ -121,6 +125,24 @@ class UnlikeEagerError(PenstockError):
         super().__init__(message)
         self.loss = loss
         self.expected = expected
+
+
+class NoConvergenceError(PenstockError):
+    """An eigensolver gave up, or its operator failed; the error carries what was reached.
+
+    Attributes:
+        values: Eigenvalues of the best iterate, rising.
+        vectors: Its vectors as columns, in the order of the values.
+        residuals: Estimates of its residuals.
+    """
+
+    def __init__(
+        self, message: str, *, values: Tensor, vectors: Tensor, residuals: Tensor
+    ) -> None:
+        super().__init__(message)
+        self.values = values
+        self.vectors = vectors
+        self.residuals = residuals
 
 
 class WholeTableError(PenstockError):
