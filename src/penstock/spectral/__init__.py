@@ -1,0 +1,23 @@
+"""Eigenvalues, singular values and principal components, with basis and operator in tiers.
+
+`docs/spectral.md` shows them.
+"""
+
+from typing import TYPE_CHECKING
+
+from penstock._lazy import load_lazily
+
+if TYPE_CHECKING:
+    from penstock.spectral._eigs import eigs
+    from penstock.spectral._report import Eigenpairs, SpectralReport
+    from penstock.spectral._sources import CSR, Operator
+
+__all__ = [
+    "CSR",
+    "Eigenpairs",
+    "Operator",
+    "SpectralReport",
+    "eigs",
+]
+
+__getattr__, __dir__ = load_lazily(__name__)

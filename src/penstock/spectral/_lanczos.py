@@ -24,6 +24,7 @@ from penstock.spectral._filter import ChebyshevFilter, check_finite
 from penstock.spectral._operator import LinearOperator, make_random
 
 _NEW = 1e-9  # relative: a value that has grown by more belongs to another eigenvector
+_REFINE = 4  # restarts after which the filter is looked at again
 _ODDS = 100.0  # a random vector has at least 1 / (100 sqrt(n)) of an eigenvector
 
 
@@ -79,12 +80,18 @@ class ThickRestartLanczos:
         self._u = torch.empty_like(self._w)
         self._after_random = 0  # steps since the last random start
 
-    def solve(self, start: Tensor | None, is_converged: Callable[[RitzPairs], bool]) -> RitzPairs:
+    def solve(
+        self,
+        start: Tensor | None,
+        is_converged: Callable[[RitzPairs], bool],
+        refine: Callable[[RitzPairs], ChebyshevFilter | None],
+    ) -> RitzPairs:
         """Iterate until the wanted pairs have converged and none is missed.
 
         Args:
             start: Vectors to begin with, (b, n); None: random ones.
             is_converged: Returns whether Ritz pairs are good enough.
+            refine: Returns a better filter, by what Ritz pairs tell of the spectrum, or None.
 
         Returns:
             All Ritz pairs of the basis, of which the first k are wanted.
@@ -101,6 +108,11 @@ class ThickRestartLanczos:
             if not is_converged(pairs):
                 if verified is not None and self._is_larger(pairs, verified):
                     verified = None
+                if verified is None and self.num_restarts % _REFINE == _REFINE - 1:
+                    better = refine(pairs)
+                    if better is not None:
+                        self._change_filter(pairs, better)
+                        continue
             elif verified is None:
                 verified = pairs.values[: self.k]
                 self._restart(pairs, self.k, at_random=True)
@@ -191,6 +203,22 @@ class ThickRestartLanczos:
             self._append_random()
         else:
             self.basis.append(self._w)
+
+    def _change_filter(self, pairs: RitzPairs, better: ChebyshevFilter) -> None:
+        """Begin anew with another filter, from sums of the best Ritz vectors."""
+        if self.num_restarts == self.max_restarts:
+            raise StopIteration
+        self.num_restarts += 1
+        count = min(len(pairs.values), self.k + self.block)
+        sums = torch.zeros(len(pairs.values), self.block, dtype=self._h.dtype)
+        for each in range(count):
+            sums[:, each % self.block] += pairs.vectors[:, each]
+        self.basis.combine(sums.to(self.operator.device), self._w)
+        self.basis.count = self._known = 0
+        self._h.zero_()
+        self.filter = better
+        self._normalize(self._w)
+        self.basis.append(self._w)
 
     def _append_random(self) -> None:
         self._steps_before_random += self._after_random

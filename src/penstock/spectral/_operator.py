@@ -25,6 +25,7 @@ class LinearOperator(abc.ABC):
         sweep_bytes: Bytes of the operator that one application reads; 0 where that is unknown.
         block: Vectors that it is best applied to at once.
         num_products: Products with one vector so far.
+        most_length: The most elements of a vector that a rank has; all ranks plan by it.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class LinearOperator(abc.ABC):
         self.length, self.dtype, self.device = length, dtype, device
         self.sweep_bytes, self.block = sweep_bytes, block
         self.num_products = 0
+        self.most_length = length
 
     @property
     def global_length(self) -> int:
@@ -213,6 +215,7 @@ class SquaredOperator(LinearOperator):
             block=operator.block,
         )
         self._operator = operator
+        self.most_length = operator.most_length
         self._between: Tensor | None = None
 
     @property

@@ -60,3 +60,17 @@ class Eigenpairs:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.values, self.vectors))
+
+
+def add_reports(first: SpectralReport, second: SpectralReport) -> SpectralReport:
+    """Return the account of two solutions, one after the other."""
+    largest = {"degree", "num_basis_vectors", "num_resident_vectors", "basis_bytes"}
+    largest |= {"peak_device_bytes"}
+    fields = {}
+    for field in dataclasses.fields(first):
+        a, b = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(a, str):
+            fields[field.name] = a if a == b else f"{a}, {b}"
+        else:
+            fields[field.name] = max(a, b) if field.name in largest else a + b
+    return SpectralReport(**fields)

@@ -25,6 +25,7 @@ from penstock.units import format_bytes
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
 _MOST_POLISHES = 6
+_WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
 
 
@@ -68,6 +69,11 @@ class BasisPlan:
     block: int
 
 
+def num_basis_vectors(k: int) -> int:
+    """Return how many vectors a basis for k pairs has, of an operator with enough rows."""
+    return max(2 * k + 16, 32)
+
+
 def plan_basis(problem: Problem, *, squared: bool) -> BasisPlan:
     """Plan a basis and its residency within the budget.
 
@@ -76,9 +82,9 @@ def plan_basis(problem: Problem, *, squared: bool) -> BasisPlan:
             there is no lower tier.
     """
     operator, k = problem.operator, problem.k
-    vector_bytes = max(1, operator.length * operator.dtype.itemsize)
+    vector_bytes = max(1, operator.most_length * operator.dtype.itemsize)
     block = max(1, min(operator.block, k))
-    num_vectors = min(max(2 * k + 16, 32), operator.global_length)
+    num_vectors = min(num_basis_vectors(k), operator.global_length)
     blocks = 3 if squared else 2  # vectors and their products, and those between
     if problem.max_bytes is None:
         return BasisPlan(num_vectors, num_vectors, block)
@@ -86,7 +92,7 @@ def plan_basis(problem: Problem, *, squared: bool) -> BasisPlan:
         room_bytes = problem.max_bytes - blocks * block * vector_bytes
         if room_bytes >= num_vectors * vector_bytes:
             return BasisPlan(num_vectors, num_vectors, block)
-        streamed_bytes = room_bytes - buffer_bytes(operator.length, operator.dtype)
+        streamed_bytes = room_bytes - buffer_bytes(operator.most_length, operator.dtype)
         if block == 1 or streamed_bytes >= 0:
             break
         block //= 2
@@ -97,7 +103,7 @@ def plan_basis(problem: Problem, *, squared: bool) -> BasisPlan:
             f"max_bytes of at least {(num_vectors + blocks) * vector_bytes}"
         )
     if streamed_bytes < 0:
-        least = blocks * vector_bytes + buffer_bytes(operator.length, operator.dtype)
+        least = blocks * vector_bytes + buffer_bytes(operator.most_length, operator.dtype)
         raise CapacityError(
             f"max_bytes={problem.max_bytes} does not hold the workspace and buffers of vectors of "
             f"{format_bytes(vector_bytes)}; give at least {least}"
@@ -117,6 +123,7 @@ class StandardSolution:
         self._filter = ChebyshevFilter()
         self._iterated: LinearOperator = problem.operator
         self._plan = BasisPlan(0, 0, 1)
+        self._costs = 1.0, 1.0
         self._lanczos: ThickRestartLanczos | None = None
 
     def solve(self) -> Eigenpairs:
@@ -146,7 +153,8 @@ class StandardSolution:
         )
         try:
             try:
-                pairs = lanczos.solve(self._fit_start(problem.start), self._is_converged)
+                start = self._fit_start(problem.start)
+                pairs = lanczos.solve(start, self._is_converged, self._refine)
             except StopIteration:
                 raise self._give_up(f"after {problem.max_restarts} restarts") from None
             except Exception as error:
@@ -167,7 +175,7 @@ class StandardSolution:
         squared = problem.which == "SM" or problem.which == "LM"
         item = operator.dtype.itemsize
         plan = plan_basis(problem, squared=squared)
-        vector_bytes = operator.length * item
+        vector_bytes = operator.most_length * item
         sweep = 2.0 * vector_bytes * (plan.num_vectors + problem.k) / 2 / plan.block
         spilled = plan.num_vectors - plan.num_resident
         sweep += _FILE_COST * spilled * vector_bytes / plan.block
@@ -190,9 +198,30 @@ class StandardSolution:
         self._plan = plan
         self._filter = ChebyshevFilter(sign)
         if self._estimate is not None and (is_cheap or squares):
-            self._filter = choose_filter(
-                self._estimate, problem.k, sign, product_cost=product, sweep_cost=sweep
-            )
+            self._costs = product, sweep
+            self._filter = self._make_filter(self._estimate, sign)
+
+    def _make_filter(self, estimate: SpectrumEstimate, sign: float) -> ChebyshevFilter:
+        product, sweep = self._costs
+        return choose_filter(
+            estimate, self.problem.k, sign, product_cost=product, sweep_cost=sweep
+        )
+
+    def _refine(self, pairs: RitzPairs) -> ChebyshevFilter | None:
+        """Return a filter that damps more, where the estimate of the spectrum was too coarse."""
+        old, estimate = self._filter, self._estimate
+        count = self.problem.k + 3
+        if old.degree == 1 or estimate is None or len(pairs.values) < count:
+            return None
+        values = pairs.values[:count].tolist()
+        if values[-1] <= 1:
+            return None
+        ritz = tuple(sorted(old.eigenvalue(each) for each in values))
+        found = self._make_filter(dataclasses.replace(estimate, ritz=ritz), old.sign)
+        if found.degree < _WORTHWHILE * old.degree:
+            return None
+        self._filter = found
+        return found
 
     def _direction(self) -> tuple[float, bool]:
         """Return the sign of the wanted end, and whether the operator is to be squared."""
@@ -246,12 +275,14 @@ class StandardSolution:
         if self._iterated is self.problem.operator:
             found = torch.tensor([chebyshev.eigenvalue(each) for each in values])
             slopes = torch.tensor([chebyshev.slope(each) for each in values])
-        else:  # t = lambda^2, so d lambda = d t / (2 lambda)
+        else:
+            # t = lambda^2, so d lambda = d t / (2 lambda); an eigenvalue near zero is told from the
+            # others, which lie as far as the largest of those wanted.
             squares = torch.tensor([max(0.0, chebyshev.eigenvalue(each)) for each in values])
             found = squares.sqrt()
-            slopes = torch.tensor([chebyshev.slope(each) for each in values]) * found.clamp(
-                min=1e-8 * self._scale
-            )
+            least = 0.25 * float(found.max())
+            slopes = torch.tensor([chebyshev.slope(each) for each in values])
+            slopes *= 2 * found.clamp(min=max(least, 1e-300))
         wanted = self._tolerances(found.double()) * self._tightening
         return bool((pairs.residuals[:k] <= wanted * slopes.double()).all())
 
@@ -329,23 +360,47 @@ class StandardSolution:
 
     def report(self) -> SpectralReport:
         """Return the account of the solution so far."""
-        problem, plan, lanczos = self.problem, self._plan, self._lanczos
-        ledger = problem.ledger
-        return SpectralReport(
+        plan, lanczos = self._plan, self._lanczos
+        return make_report(
+            self.problem,
+            self._started,
             method="lanczos",
             degree=self._filter.degree,
-            num_products=problem.operator.num_products,
             num_steps=lanczos.num_steps if lanczos else 0,
             num_restarts=lanczos.num_restarts if lanczos else 0,
-            num_basis_vectors=plan.num_vectors,
-            num_resident_vectors=plan.num_resident,
-            basis_bytes=plan.num_vectors * problem.operator.length * problem.operator.dtype.itemsize,
-            peak_device_bytes=ledger.peak(Tier.DEVICE),
-            bytes_read=sum(ledger.moved(link) for link in _READS),
-            bytes_written=sum(ledger.moved(link) for link in _WRITES),
-            stall_seconds=ledger.stall_seconds,
-            total_seconds=time.perf_counter() - self._started,
+            num_vectors=plan.num_vectors,
+            num_resident=plan.num_resident,
         )
+
+
+def make_report(
+    problem: Problem,
+    started: float,
+    *,
+    method: str,
+    degree: int,
+    num_steps: int,
+    num_restarts: int,
+    num_vectors: int,
+    num_resident: int,
+) -> SpectralReport:
+    """Return the report of a solution that was started at a time of `time.perf_counter`."""
+    ledger, operator = problem.ledger, problem.operator
+    return SpectralReport(
+        method=method,
+        degree=degree,
+        num_products=operator.num_products,
+        num_steps=num_steps,
+        num_restarts=num_restarts,
+        num_basis_vectors=num_vectors,
+        num_resident_vectors=num_resident,
+        basis_bytes=num_vectors * operator.length * operator.dtype.itemsize,
+        peak_device_bytes=ledger.peak(Tier.DEVICE),
+        bytes_read=sum(ledger.moved(link) for link in _READS),
+        bytes_written=sum(ledger.moved(link) for link in _WRITES),
+        stall_seconds=ledger.stall_seconds,
+        total_seconds=time.perf_counter() - started,
+    )
 
 
 _READS = (Link.FILE_TO_DEVICE, Link.FILE_TO_HOST, Link.HOST_TO_DEVICE)
