@@ -18,7 +18,7 @@ from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
 from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
 from penstock.spectral._report import Eigenpairs, add_reports
 from penstock.spectral._small import solve_dense
-from penstock.spectral._solve import Problem, StandardSolution, num_basis_vectors
+from penstock.spectral._solve import Problem, num_basis_vectors, solve_standard
 from penstock.spectral._sources import Surroundings, as_operator
 from penstock.spectral._tiles import TiledOperator
 from penstock.units import parse_bytes
@@ -135,7 +135,7 @@ def eigs(
             return solve_dense(problem)
         if prefers_lobpcg(problem):
             return solve_generalized(problem, None, None)
-        return StandardSolution(problem).solve()
+        return solve_standard(problem)
 
 
 def _open_pair(

@@ -185,11 +185,19 @@ class ThickRestartLanczos:
         return RitzPairs(values, vectors, residuals)
 
     def _num_kept(self, pairs: RitzPairs) -> int:
-        """Return how many vectors a restart keeps: the wanted ones and some that help them."""
-        room = self.basis.capacity - self.k
-        kept = min(self.k + max(self.block, room // 3), self.basis.capacity - 2 * self.block)
-        kept = max(kept, self.k)
-        return min(kept, self._known - 1)
+        """Return how many vectors a restart keeps: the wanted ones and some that help them.
+
+        Convergence in the m - q steps to come goes by the gap behind what is kept, so a cluster is
+        kept as a whole (Wu and Simon 2000, section 5).
+        """
+        theta, k, m = pairs.values, self.k, self._known
+        first, last = k + 1, min(self.basis.capacity - 2 * self.block, m - 1)
+        if first >= last:
+            return min(max(k, last), m - 1)
+        # maximise (m - q) sqrt((theta_k - theta_q+1) / (theta_k - theta_m))
+        kept = torch.arange(first, last + 1)
+        gaps = (theta[k - 1] - theta[kept]).clamp(min=0)
+        return int(kept[((m - kept) * gaps.sqrt()).argmax()])
 
     def _restart(self, pairs: RitzPairs, kept: int, *, at_random: bool = False) -> None:
         if self.num_restarts == self.max_restarts:

@@ -20,11 +20,12 @@ from penstock.spectral._filter import (
 )
 from penstock.spectral._lanczos import RitzPairs, ThickRestartLanczos
 from penstock.spectral._operator import LinearOperator, SquaredOperator
-from penstock.spectral._report import Eigenpairs, SpectralReport
+from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
 from penstock.units import format_bytes
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
 _MOST_POLISHES = 6
+_ACCEPTED = 100.0  # times what is asked for, where no polishing helps: the rounding of squares
 _WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
 
@@ -36,7 +37,7 @@ class Problem:
     Attributes:
         operator: The operator.
         k: Pairs that are wanted.
-        which: "LA", "SA", "LM" or "SM".
+        which: "LA", "SA" or "SM".
         tol: Relative accuracy; 0: that of the dtype.
         max_bytes: The most bytes on the device; None: what it takes.
         file: File of the vectors that are not on the device; None: host memory.
@@ -172,7 +173,7 @@ class StandardSolution:
         A product of unknown cost, or of a dense matrix, costs more than a sweep over the basis.
         """
         problem, operator = self.problem, self.problem.operator
-        squared = problem.which == "SM" or problem.which == "LM"
+        squared = problem.which == "SM"
         item = operator.dtype.itemsize
         plan = plan_basis(problem, squared=squared)
         vector_bytes = operator.most_length * item
@@ -229,14 +230,7 @@ class StandardSolution:
         if which in ("LA", "SA"):
             return (1.0 if which == "LA" else -1.0), False
         assert estimate is not None
-        ritz, k = estimate.ritz, self.problem.k
-        margin = 0.05 * estimate.norm
-        if which == "LM":
-            if len(ritz) > k and -estimate.low < ritz[-k] - margin:
-                return 1.0, False
-            if len(ritz) > k and estimate.high < -ritz[k - 1] - margin:
-                return -1.0, False
-            return 1.0, True
+        ritz = estimate.ritz
         # Definite, as far as rounding lets one say.
         tiny = 1e-10 * estimate.norm
         if ritz[0] >= -tiny and ritz[-1] > 0:
@@ -291,12 +285,22 @@ class StandardSolution:
     def _finish(self, pairs: RitzPairs, basis: Basis) -> Eigenpairs:
         """Return the Ritz pairs of the operator itself, polished until they are good enough."""
         x = self._combine(pairs, basis, self.problem.k)
-        for turn in range(_MOST_POLISHES):
-            values, x, residuals = self._rayleigh_ritz(x)
-            bad = residuals > self._tolerances(values)
-            if not bool(bad.any()) or turn == _MOST_POLISHES - 1 or self._filter.degree == 1:
+        values, x, residuals = self._rayleigh_ritz(x)
+        for _ in range(_MOST_POLISHES if self._filter.degree > 1 else 0):
+            if bool((residuals <= self._tolerances(values)).all()):
                 break
             self._polish(x)
+            values, x, residuals = self._rayleigh_ritz(x)
+        bad = residuals > _ACCEPTED * self._tolerances(values)
+        if bool(bad.any()):
+            raise NoConvergenceError(
+                f"eigs: {int(bad.sum())} of {len(x)} residuals are up to {float(residuals.max()):.3g}"
+                ", which rounding of the filtered operator keeps from falling; the error has the "
+                "pairs. Raise tol, or ask for another end",
+                values=values,
+                vectors=x.T,
+                residuals=residuals,
+            )
         return Eigenpairs(values, x.T, residuals, self.report())
 
     def _combine(self, pairs: RitzPairs, basis: Basis, k: int) -> Tensor:
@@ -371,6 +375,29 @@ class StandardSolution:
             num_vectors=plan.num_vectors,
             num_resident=plan.num_resident,
         )
+
+
+def solve_standard(problem: Problem) -> Eigenpairs:
+    """Solve a problem; those of the largest magnitude are at the ends, at one or at both."""
+    if problem.which != "LM":
+        return StandardSolution(problem).solve()
+    steps = min(problem.operator.global_length - 1, 60 + 2 * problem.k)
+    found = estimate_spectrum(problem.operator, steps, problem.generator, problem.reduce)
+    ritz, k, margin = found.ritz, problem.k, 0.05 * found.norm
+    ends = ["SA", "LA"]
+    if len(ritz) > k and -found.low < ritz[-k] - margin:
+        ends = ["LA"]
+    elif len(ritz) > k and found.high < -ritz[k - 1] - margin:
+        ends = ["SA"]
+    parts = [StandardSolution(dataclasses.replace(problem, which=end)).solve() for end in ends]
+    if len(parts) == 1:
+        return parts[0]
+    values = torch.cat([each.values for each in parts])
+    chosen = values.abs().argsort(descending=True)[:k]
+    chosen = chosen[values[chosen].argsort()]
+    vectors = torch.cat([each.vectors.T for each in parts])[chosen.to(parts[0].vectors.device)]
+    residuals = torch.cat([each.residuals for each in parts])[chosen]
+    return Eigenpairs(values[chosen], vectors.T, residuals, add_reports(*(p.report for p in parts)))
 
 
 def make_report(

@@ -127,7 +127,7 @@ def as_operator(source: Any, around: Surroundings) -> LinearOperator:
     if isinstance(source, LinearOperator):
         return source
     if isinstance(source, Operator):
-        device, dtype = torch.device(source.device), _check_dtype(source.dtype)
+        device, dtype = torch.device(source.device), check_dtype(source.dtype)
         return CallableOperator(source.function, int(source.length), dtype, device)
     if isinstance(source, str | os.PathLike):
         source = unify(source, device="cpu", cache=0)
@@ -157,7 +157,7 @@ def _read_matrix(source: Tensor, around: Surroundings) -> LinearOperator:
         return _read_csr(CSR(*lists, shape=shape), around)
     if source.layout != torch.strided:
         raise TypeError(f"operator: got a tensor in {source.layout}; convert it to CSR")
-    _check_dtype(source.dtype)
+    check_dtype(source.dtype)
     if isinstance(source, UnifiedTensor):
         if source.report().tier == "file":
             return around.tile(DenseSource(unify(source, device="cpu", cache=0)))
@@ -183,7 +183,7 @@ def _read_csr(source: CSR, around: Surroundings) -> LinearOperator:
             f"operator: {count} columns and {num_values} values; there must be as many, and "
             "offsets must not fall"
         )
-    _check_dtype(values.dtype)
+    check_dtype(values.dtype)
     if isinstance(columns, FileList) or isinstance(values, FileList):
         if not (isinstance(columns, FileList) and isinstance(values, FileList)):
             raise TypeError("operator: columns and values must both be paths, or both tensors")
@@ -226,14 +226,14 @@ def _read_object(source: Any) -> LinearOperator:
             raise TypeError(f"operator: dtype {dtype} is not one of torch's") from error
     device = torch.device(getattr(source, "device", "cpu"))
     if callable(source):
-        return CallableOperator(source, shape[0], _check_dtype(dtype), device)
+        return CallableOperator(source, shape[0], check_dtype(dtype), device)
     if not hasattr(source, "matvec"):
         raise TypeError(f"operator: got {type(source).__name__}; expected {_ACCEPTED}")
 
     def multiply(vector: Tensor) -> Tensor:  # of NumPy's arrays
         return torch.from_numpy(np.ascontiguousarray(source.matvec(vector.numpy())))
 
-    return CallableOperator(multiply, shape[0], _check_dtype(dtype), device)
+    return CallableOperator(multiply, shape[0], check_dtype(dtype), device)
 
 
 def _check_shape(shape: Sequence[int], num_columns: int | None) -> tuple[int, int]:
@@ -247,7 +247,7 @@ def _check_shape(shape: Sequence[int], num_columns: int | None) -> tuple[int, in
     return shape[0], shape[1]
 
 
-def _check_dtype(dtype: torch.dtype) -> torch.dtype:
+def check_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype not in KINDS:
         raise TypeError(
             f"operator: dtype is {dtype}, but must be float32, float64, complex64 or complex128; "

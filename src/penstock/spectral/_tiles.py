@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -167,8 +168,115 @@ class FileList:
         self._file.close()
 
 
+class TileStream:
+    """Tiles of a matrix in order, again and again; some stay in memory.
+
+    Args:
+        source: The matrix.
+        budget_bytes: The most bytes of tiles that are in memory at once; None: all are kept.
+        ledger: Account of bytes.
+        device: Device of the tiles.
+
+    Attributes:
+        held_bytes: Bytes of the tiles that are kept and of the buffers.
+
+    Raises:
+        CapacityError: The budget does not hold two tiles of a row.
+    """
+
+    def __init__(
+        self, source: TileSource, *, budget_bytes: int | None, ledger: Ledger, device: torch.device
+    ) -> None:
+        self._source, self._ledger, self._device = source, ledger, device
+        total = source.tile_bytes(0, source.shape[0])
+        room = 2 * total + 1 if budget_bytes is None else budget_bytes
+        # As many tiles as make two buffers an eighth of the budget.
+        self._bounds = _cut(source, max(1, min(_TILE_BYTES, room // 16)))
+        sizes = [round_up(source.tile_bytes(*each)) for each in self._bounds]
+        self._buffer_bytes = max(sizes, default=0)
+        is_whole = sum(sizes) <= room
+        self.held_bytes = 0 if is_whole else 2 * self._buffer_bytes
+        if self.held_bytes > room:
+            raise CapacityError(
+                f"max_bytes: {format_bytes(room)} are left for tiles of the operator, but two of "
+                f"one row have {format_bytes(2 * self._buffer_bytes)}; raise max_bytes"
+            )
+        self._num_kept = 0
+        while self._num_kept < len(sizes) and self.held_bytes + sizes[self._num_kept] <= room:
+            self.held_bytes += sizes[self._num_kept]
+            self._num_kept += 1
+        self._kept: dict[int, tuple[Tensor, ...]] = {}
+        self._buffers = [] if is_whole else [_map(self._buffer_bytes) for _ in range(2)]
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-tiles")
+        self._pending: tuple[int, Future[Any]] | None = None
+        self._turn = 0
+        ledger.add(Tier.DEVICE, self.held_bytes)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of the matrix."""
+        return len(self._bounds)
+
+    @property
+    def num_kept(self) -> int:
+        """Tiles that stay in memory."""
+        return self._num_kept
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Yield each tile with its first row; it is valid until the next is asked for."""
+        for at, (begin, _) in enumerate(self._bounds):
+            yield begin, self._take(at)
+
+    def _take(self, at: int) -> tuple[Tensor, ...]:
+        """Return a tile, and start to read the next one that is not in memory."""
+        if at < self._num_kept:
+            if at not in self._kept:
+                memory = _map(self._source.tile_bytes(*self._bounds[at]))
+                self._kept[at] = self._to_device(self._read(at, memory))
+            return self._kept[at]
+        if self._pending is None or self._pending[0] != at:
+            self._wait_for_pending()
+            self._start(at)
+        assert self._pending is not None
+        began = time.perf_counter_ns()
+        pending, self._pending = self._pending[1], None
+        tile = pending.result()
+        self._ledger.record_stall("tile", began, time.perf_counter_ns())
+        # The buffer that is read into now is that of the tile before, which is used no more.
+        self._start(at + 1 if at + 1 < len(self._bounds) else self._num_kept)
+        return self._to_device(tile)
+
+    def _to_device(self, tile: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(each.to(self._device) for each in tile)
+
+    def _start(self, at: int) -> None:
+        self._turn += 1
+        buffer = self._buffers[self._turn % 2]
+        self._pending = at, self._threads.submit(self._read, at, buffer)
+
+    def _read(self, at: int, memory: Tensor) -> tuple[Tensor, ...]:
+        began = time.perf_counter_ns()
+        tile = self._source.read(*self._bounds[at], memory)
+        num_bytes = sum(each.numel() * each.element_size() for each in tile)
+        self._ledger.record_transfer(Link.FILE_TO_DEVICE, num_bytes, began)
+        return tile
+
+    def _wait_for_pending(self) -> None:
+        if self._pending is not None:
+            self._pending[1].exception()
+            self._pending = None
+
+    def close(self) -> None:
+        """Give back memory and threads; further calls do nothing."""
+        self._wait_for_pending()
+        self._threads.shutdown(wait=True)
+        self._kept.clear()
+        self._ledger.add(Tier.DEVICE, -self.held_bytes)
+        self.held_bytes = 0
+
+
 class TiledOperator(LinearOperator):
-    """A matrix whose rows are read tile by tile.
+    """A square matrix, or some rows of one, that is read tile by tile.
 
     Args:
         source: The matrix.
@@ -176,9 +284,6 @@ class TiledOperator(LinearOperator):
         num_reserved: Vectors for which the budget has to have room beside the tiles.
         ledger: Account of bytes.
         device: Device of the vectors.
-
-    Raises:
-        CapacityError: The budget does not hold two tiles of a row.
     """
 
     def __init__(
@@ -193,85 +298,22 @@ class TiledOperator(LinearOperator):
         num_rows = source.shape[0]
         total = source.tile_bytes(0, num_rows)
         super().__init__(num_rows, source.dtype, device, sweep_bytes=total, block=_BLOCK)
-        self._source, self._ledger = source, ledger
-        room = total + 1 if budget_bytes is None else budget_bytes
-        if budget_bytes is not None:
+        room = budget_bytes
+        if room is not None:
             room = max(0, room - num_reserved * num_rows * source.dtype.itemsize)
-        # As many tiles as make two buffers an eighth of the budget.
-        self._bounds = _cut(source, max(1, min(_TILE_BYTES, room // 16)))
-        sizes = [source.tile_bytes(*each) for each in self._bounds]
-        self._buffer_bytes = round_up(max(sizes))
-        kept = 0
-        self.held_bytes = 0
-        if total > room:
-            self.held_bytes = 2 * self._buffer_bytes
-        while kept < len(sizes) and self.held_bytes + round_up(sizes[kept]) <= room:
-            self.held_bytes += round_up(sizes[kept])
-            kept += 1
-        if total > room and 2 * self._buffer_bytes > room:
-            raise CapacityError(
-                f"max_bytes: {format_bytes(room)} are left for tiles of the operator, but two of "
-                f"a row have {format_bytes(2 * self._buffer_bytes)}; raise max_bytes"
-            )
-        self._num_kept = kept if kept < len(sizes) else len(sizes)
-        self._kept: dict[int, tuple[Tensor, ...]] = {}
-        is_whole = self._num_kept == len(sizes)
-        self._buffers = [] if is_whole else [_map(self._buffer_bytes) for _ in range(2)]
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-tiles")
-        self._pending: tuple[int, Future[Any]] | None = None
-        self._turn = 0
-        ledger.add(Tier.DEVICE, self.held_bytes)
+        self._source = source
+        self.tiles = TileStream(source, budget_bytes=room, ledger=ledger, device=device)
+        self.held_bytes = self.tiles.held_bytes
 
     def _combine(
         self, x: Tensor, out: Tensor, alpha: float, z: Tensor, gamma: float, beta: float
     ) -> None:
-        for at, (begin, _) in enumerate(self._bounds):
-            tile = self._take(at)
+        for begin, tile in self.tiles:
             self._source.combine(tile, begin, x, out, (alpha, z, gamma, beta))
-
-    def _take(self, at: int) -> tuple[Tensor, ...]:
-        """Return a tile, and start to read the next one that is not in memory."""
-        if at in self._kept:
-            return self._kept[at]
-        if at < self._num_kept:
-            memory = _map(self._buffer_bytes)
-            self._kept[at] = self._to_device(self._read(at, memory))
-            return self._kept[at]
-        if self._pending is None or self._pending[0] != at:
-            self._start(at)
-        assert self._pending is not None
-        began = time.perf_counter_ns()
-        pending, self._pending = self._pending[1], None
-        tile = pending.result()
-        self._ledger.record_stall("tile", began, time.perf_counter_ns())
-        following = at + 1 if at + 1 < len(self._bounds) else self._num_kept
-        self._start(following)
-        return self._to_device(tile)
-
-    def _to_device(self, tile: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(each.to(self.device) for each in tile)
-
-    def _start(self, at: int) -> None:
-        self._turn += 1
-        buffer = self._buffers[self._turn % 2]
-        self._pending = at, self._threads.submit(self._read, at, buffer)
-
-    def _read(self, at: int, memory: Tensor) -> tuple[Tensor, ...]:
-        began = time.perf_counter_ns()
-        tile = self._source.read(*self._bounds[at], memory)
-        num_bytes = sum(each.numel() * each.element_size() for each in tile)
-        self._ledger.record_transfer(Link.FILE_TO_DEVICE, num_bytes, began)
-        return tile
 
     def close(self) -> None:
         """Give back what the operator holds; see `LinearOperator`."""
-        if self._pending is not None:
-            self._pending[1].exception()
-            self._pending = None
-        self._threads.shutdown(wait=True)
-        self._kept.clear()
-        self._ledger.add(Tier.DEVICE, -self.held_bytes)
-        self.held_bytes = 0
+        self.tiles.close()
 
 
 def _cut(source: TileSource, tile_bytes: int) -> list[tuple[int, int]]:
