@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 
@@ -24,7 +25,10 @@ from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
 from penstock.units import format_bytes
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
-_MOST_POLISHES = 6
+_MOST_POLISHES = 4
+_POLISH_DEGREE, _POLISH_GAIN = 12, 1e6
+_DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not damped by polishing
+_ESTIMATE_STEPS = 20
 _ACCEPTED = 100.0  # times what is asked for, where no polishing helps: the rounding of squares
 _WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
@@ -286,10 +290,10 @@ class StandardSolution:
         """Return the Ritz pairs of the operator itself, polished until they are good enough."""
         x = self._combine(pairs, basis, self.problem.k)
         values, x, residuals = self._rayleigh_ritz(x)
-        for _ in range(_MOST_POLISHES if self._filter.degree > 1 else 0):
+        for _ in range(_MOST_POLISHES):
             if bool((residuals <= self._tolerances(values)).all()):
                 break
-            self._polish(x)
+            self._polish(x, self._choose_polish(values))
             values, x, residuals = self._rayleigh_ritz(x)
         bad = residuals > _ACCEPTED * self._tolerances(values)
         if bool(bad.any()):
@@ -332,11 +336,31 @@ class StandardSolution:
             )
         return values.cpu(), x, reduce(residuals).sqrt().cpu()
 
-    def _polish(self, x: Tensor) -> None:
-        """Filter the vectors once more, block by block, in place."""
+    def _choose_polish(self, values: Tensor) -> ChebyshevFilter:
+        """Return a filter that damps rounding errors, which are spread over all of the spectrum.
+
+        What lies close to the wanted values stays: it hardly adds to the residuals.
+        """
+        if self._estimate is None:
+            steps = min(_ESTIMATE_STEPS, self.problem.operator.global_length - 1)
+            self._estimate = estimate_spectrum(
+                self._iterated, steps, self.problem.generator, self.problem.reduce
+            )
+        sign, estimate = self._filter.sign, self._estimate
+        found = values if self._iterated is self.problem.operator else values**2
+        worst, best = float((sign * found).min()), float((sign * found).max())
+        low = min(sign * estimate.low, sign * estimate.high)
+        cut = worst - _DAMPED * (worst - low)
+        center, half_width = (cut + low) / 2, max((cut - low) / 2, 1e-300)
+        most = math.acosh(max(1 + 1e-12, (best - center) / half_width))
+        degree = max(2, min(_POLISH_DEGREE, round(math.acosh(_POLISH_GAIN) / most)))
+        return ChebyshevFilter(sign, center, half_width, degree)
+
+    def _polish(self, x: Tensor, chebyshev: ChebyshevFilter) -> None:
+        """Filter the vectors, block by block, in place."""
         for begin in range(0, len(x), self._plan.block):
             part = x[begin : begin + self._plan.block]
-            filtered, _ = self._filter.apply(self._iterated, part.clone(), torch.empty_like(part))
+            filtered, _ = chebyshev.apply(self._iterated, part.clone(), torch.empty_like(part))
             norms = torch.stack([gram(each[None], each[None])[0, 0].real for each in filtered])
             part.copy_(filtered / self.problem.reduce(norms).sqrt()[:, None].to(filtered.dtype))
 
