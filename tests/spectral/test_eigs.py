@@ -83,11 +83,11 @@ def test_shapes_and_dtypes(num_rows: int, k: int, which: str, dtype, kind: str, 
 
 
 STIFF = {
-    "stiff": torch.logspace(-6, 3, 400, dtype=torch.float64),
+    "stiff": torch.logspace(-6, 3, 200, dtype=torch.float64),
     "clustered": torch.cat(
-        [torch.linspace(0, 1, 380), 2 + 1e-9 * torch.arange(20.0, dtype=torch.float64)]
+        [torch.linspace(0, 1, 190).double(), 2 + 1e-9 * torch.arange(10.0, dtype=torch.float64)]
     ),
-    "indefinite": torch.linspace(-3, 3.01, 400, dtype=torch.float64) ** 3,
+    "indefinite": torch.linspace(-3, 3.01, 200, dtype=torch.float64) ** 3,
 }
 
 
@@ -95,15 +95,15 @@ STIFF = {
 @pytest.mark.parametrize("name", sorted(STIFF))
 def test_residuals_are_at_most_those_of_arpack(name: str, dtype):
     linalg = pytest.importorskip("scipy.sparse.linalg")
-    matrix = with_spectrum(STIFF[name].double(), dtype=dtype)
+    matrix = with_spectrum(STIFF[name], dtype=dtype)
     for which in ("LA", "LM"):
         pairs = eigs(matrix, 6, which=which)
         values, vectors = linalg.eigsh(matrix.numpy(), 6, which=which)
         theirs = torch.from_numpy(matrix.numpy() @ vectors - vectors * values).norm(dim=0).max()
         # Both end in rounding errors of products, which differ from one summation to another.
-        rounding = 4 * torch.finfo(torch.float64).eps * float(STIFF[name].abs().max())
+        rounding = 16 * torch.finfo(torch.float64).eps * float(STIFF[name].abs().max())
         assert float(residuals(matrix, pairs).max()) <= max(float(theirs), rounding)
-        expected = wanted(STIFF[name].double(), 6, which)
+        expected = wanted(STIFF[name], 6, which)
         torch.testing.assert_close(pairs.values, expected, rtol=0, atol=1e-10)
 
 

@@ -26,6 +26,7 @@ from penstock.units import format_bytes
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
 _MOST_POLISHES = 4
+_POLISHED = 4.0  # times what is asked for: less than that polishing does not give
 _POLISH_DEGREE, _POLISH_GAIN = 12, 1e6
 _DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not damped by polishing
 _ESTIMATE_STEPS = 20
@@ -291,7 +292,7 @@ class StandardSolution:
         x = self._combine(pairs, basis, self.problem.k)
         values, x, residuals = self._rayleigh_ritz(x)
         for _ in range(_MOST_POLISHES):
-            if bool((residuals <= self._tolerances(values)).all()):
+            if bool((residuals <= _POLISHED * self._tolerances(values)).all()):
                 break
             self._polish(x, self._choose_polish(values))
             values, x, residuals = self._rayleigh_ritz(x)
