@@ -136,9 +136,7 @@ class NoConvergenceError(PenstockError):
         residuals: Estimates of its residuals.
     """
 
-    def __init__(
-        self, message: str, *, values: Tensor, vectors: Tensor, residuals: Tensor
-    ) -> None:
+    def __init__(self, message: str, *, values: Tensor, vectors: Tensor, residuals: Tensor) -> None:
         super().__init__(message)
         self.values = values
         self.vectors = vectors

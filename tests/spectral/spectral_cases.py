@@ -39,7 +39,7 @@ def from_entries(rows, columns, values, num_rows: int) -> CSR:
 
 
 def grid_spectrum(*lengths: int) -> Tensor:
-    """All its eigenvalues, sums of 2 - 2 cos(pi j / (m + 1)), rising, each as often as it occurs."""
+    """All its eigenvalues, sums of 2 - 2 cos(pi j / (m + 1)), rising, with all copies."""
     found = np.zeros(1)
     for m in lengths:
         one = 2 - 2 * np.cos(np.pi * np.arange(1, m + 1) / (m + 1))

@@ -46,7 +46,9 @@ def test_the_fisher_matrix_over_batches(task):
     def losses():
         begin = 20 * (next(turn) % 2)
         part = slice(begin, begin + 20)
-        return torch.nn.functional.cross_entropy(model(inputs[part]), labels[part], reduction="none")
+        return torch.nn.functional.cross_entropy(
+            model(inputs[part]), labels[part], reduction="none"
+        )
 
     pairs = eigs(fisher(losses, model.parameters(), num_batches=2), 3)
     torch.testing.assert_close(pairs.values, expected, rtol=0, atol=1e-12)

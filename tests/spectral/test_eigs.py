@@ -137,7 +137,12 @@ def test_objects_of_scipy():
     lists = (matrix.values.numpy(), matrix.columns.numpy(), matrix.offsets.numpy())
     theirs = sparse.csr_matrix(lists, shape=matrix.shape)
     expected = grid_spectrum(13, 12)[-3:]
-    for source in (theirs, theirs.tocoo(), sparse.linalg.aslinearoperator(theirs), theirs.toarray()):
+    for source in (
+        theirs,
+        theirs.tocoo(),
+        sparse.linalg.aslinearoperator(theirs),
+        theirs.toarray(),
+    ):
         torch.testing.assert_close(eigs(source, 3).values, expected, rtol=0, atol=1e-12)
 
 
@@ -172,6 +177,10 @@ def test_the_zero_matrix_and_the_identity():
         pairs = eigs(matrix.double(), 3)
         torch.testing.assert_close(pairs.values, matrix.double().diagonal()[:3])
         assert float(pairs.residuals.max()) < 1e-14
-    empty = CSR(torch.zeros(201, dtype=torch.int32), torch.zeros(0, dtype=torch.int32),
-                torch.zeros(0, dtype=torch.float64), (200, 200))
+    empty = CSR(
+        torch.zeros(201, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.float64),
+        (200, 200),
+    )
     assert eigs(empty, 2, which="SA").values.abs().max() < 1e-300

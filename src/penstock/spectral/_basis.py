@@ -81,9 +81,7 @@ class Basis:
         self.num_resident = min(num_resident, capacity)
         self._ledger = ledger
         self._resident = torch.empty(self.num_resident, length, dtype=dtype, device=device)
-        self._lower = _make_lower(
-            capacity - self.num_resident, length, dtype, device, file, ledger
-        )
+        self._lower = _make_lower(capacity - self.num_resident, length, dtype, device, file, ledger)
         self._device_bytes = self.num_resident * length * dtype.itemsize
         ledger.add(Tier.DEVICE, self._device_bytes)
 
@@ -379,8 +377,11 @@ class _FileVectors:
             whole = min(width, self._stride_bytes // self._dtype.itemsize - begin)
             chunk = memory[turn % NUM_BUFFERS, : whole * count].view(count, whole)
             pieces = [
-                (row.data_ptr(), whole * self._dtype.itemsize, at * self._stride_bytes + begin
-                 * self._dtype.itemsize)
+                (
+                    row.data_ptr(),
+                    whole * self._dtype.itemsize,
+                    at * self._stride_bytes + begin * self._dtype.itemsize,
+                )
                 for at, row in enumerate(chunk)
             ]
             return self._threads.submit(self._read, pieces), chunk

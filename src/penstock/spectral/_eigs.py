@@ -13,8 +13,8 @@ from torch import Tensor
 from penstock.memory import ExtentFile, FileStore, Ledger
 from penstock.spectral._basis import gram
 from penstock.spectral._filter import check_finite
-from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
+from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
 from penstock.spectral._report import Eigenpairs, add_reports
 from penstock.spectral._small import solve_dense
@@ -54,7 +54,7 @@ def eigs(
         tensor([199., 200.], dtype=torch.float64)
 
     Args:
-        operator: A square matrix: a tensor, dense or sparse, a unified table in memory or in a file,
+        operator: A square matrix: a tensor, dense or sparse, a unified table in memory or a file,
             the path of a table, a NumPy array, a SciPy sparse matrix, or `penstock.spectral.CSR`
             with lists in memory or files. Or a function, as `penstock.spectral.Operator`, or what
             `penstock.spectral.hessian` and `fisher` return. Float32, float64, complex64 or
@@ -65,8 +65,8 @@ def eigs(
         B: Positive definite matrix or operator of the problem A v = w B v; None: the identity.
         M: Preconditioner, an approximation of the inverse of A (of B for which="LA"): any operator
             as above, positive definite. It chooses LOBPCG.
-        max_bytes: The most bytes of basis, workspace and tiles on the device, as an int or text such
-            as "2GiB"; on a machine without a GPU the device is RAM. Tensors that the caller holds
+        max_bytes: The most bytes of basis, workspace and tiles on the device, as an int or text
+            such as "2GiB"; on a machine without a GPU the device is RAM. Tensors that the caller holds
             do not count, nor do the vectors that are returned. None: all it takes.
         store: Directory or `FileStore` for what of the basis is beyond `max_bytes`; without one it
             goes to host memory, if the device is a GPU.
@@ -91,8 +91,15 @@ def eigs(
     """
     check_arguments(k, which, tol, max_restarts)
     if which == "BE":
-        options = dict(B=B, M=M, max_bytes=max_bytes, store=store, tol=tol, start=start)
-        options |= dict(max_restarts=max_restarts, seed=seed, group=group)
+        options = {
+            "B": B,
+            "M": M,
+            "max_bytes": max_bytes,
+            "store": store,
+            "tol": tol,
+            "start": start,
+        }
+        options |= {"max_restarts": max_restarts, "seed": seed, "group": group}
         return _solve_both_ends(operator, k, options)
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
     num_vectors = 10 if store is not None else num_basis_vectors(k) + 8
@@ -191,8 +198,8 @@ def check_count(k: int, num_rows: int) -> None:
     """Raise unless an operator has more than k eigenvalues."""
     if k >= num_rows:
         raise ValueError(
-            f"k={k}: an operator of {num_rows} rows has {num_rows} eigenvalues, and some of them are "
-            f"from 1 to {num_rows - 1}; for all of them there is torch.linalg.eigh"
+            f"k={k}: an operator of {num_rows} rows has {num_rows} eigenvalues, and some of them "
+            f"are from 1 to {num_rows - 1}; for all of them there is torch.linalg.eigh"
         )
 
 
@@ -233,7 +240,8 @@ def _read_start(start: Tensor | None, operator: LinearOperator) -> Tensor | None
             f"({operator.length}, b)"
         )
     vectors = vectors.detach().T.to(device=operator.device, dtype=operator.dtype).contiguous()
-    if not bool(torch.isfinite(torch.view_as_real(vectors) if vectors.is_complex() else vectors)
-                .all()) or not bool(vectors.abs().sum(1).all()):
+    if not bool(
+        torch.isfinite(torch.view_as_real(vectors) if vectors.is_complex() else vectors).all()
+    ) or not bool(vectors.abs().sum(1).all()):
         raise ValueError("start: holds NaN, infinity or a vector of zeroes")
     return vectors

@@ -61,10 +61,7 @@ class ChebyshevFilter:
 
         For degree 1 it is exact everywhere; else a value below 1 gives the interval's end.
         """
-        if self.degree == 1:
-            x = value
-        else:
-            x = math.cosh(math.acosh(max(1.0, value)) / self.degree)
+        x = value if self.degree == 1 else math.cosh(math.acosh(max(1.0, value)) / self.degree)
         return self.sign * (self.center + self.half_width * x)
 
     def slope(self, value: float) -> float:
@@ -170,9 +167,7 @@ def choose_filter(
     if len(ritz) < k + 3 or cut <= low:
         return ChebyshevFilter(sign, 0.0, max(estimate.norm, 1e-300), 1)
     center, half_width = (cut + low) / 2, (cut - low) / 2
-    a, most = (
-        math.acosh(max(1 + 1e-14, (ritz[at] - center) / half_width)) for at in (k - 1, 0)
-    )
+    a, most = (math.acosh(max(1 + 1e-14, (ritz[at] - center) / half_width)) for at in (k - 1, 0))
     # Steps: L / (d a) to converge and k to tell the vectors apart, each of d P + S bytes, are the
     # fewest bytes at d = sqrt(L S / (a k P)); twice as much takes hardly longer, in fewer steps.
     degree = 2 * math.sqrt(_DIGITS * sweep_cost / (max(a, 1e-9) * k * product_cost))

@@ -113,11 +113,7 @@ class ThickRestartLanczos:
                     if better is not None:
                         self._change_filter(pairs, better)
                         continue
-            elif verified is None:
-                verified = pairs.values[: self.k]
-                self._restart(pairs, self.k, at_random=True)
-                continue
-            elif self._is_larger(pairs, verified):
+            elif verified is None or self._is_larger(pairs, verified):
                 verified = pairs.values[: self.k]
                 self._restart(pairs, self.k, at_random=True)
                 continue
@@ -264,8 +260,11 @@ class ThickRestartLanczos:
 
     @property
     def _tiny(self) -> float:
-        return 1e-14 if self.operator.dtype.itemsize // (1 + self.operator.dtype.is_complex) == 8 \
+        return (
+            1e-14
+            if self.operator.dtype.itemsize // (1 + self.operator.dtype.is_complex) == 8
             else 1e-6
+        )
 
     def _normalize_one_by_one(self, w: Tensor) -> Tensor:
         reduce, r = self.basis.reduce, torch.zeros(len(w), len(w), dtype=self._h.dtype)

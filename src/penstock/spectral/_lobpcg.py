@@ -85,7 +85,9 @@ def _block_size(problem: Problem) -> int:
 class BlockConjugateGradients:
     """The iteration; vectors are rows, and products with A and B go along with them."""
 
-    def __init__(self, problem: Problem, b: LinearOperator | None, m: LinearOperator | None) -> None:
+    def __init__(
+        self, problem: Problem, b: LinearOperator | None, m: LinearOperator | None
+    ) -> None:
         self.problem, self.a, self.b = problem, problem.operator, b
         self._sign = 1.0 if problem.which == "SA" else -1.0  # the smallest of sign A are iterated
         self._precondition = m
@@ -195,7 +197,9 @@ class BlockConjugateGradients:
             check_finite(float(g.abs().sum()))
             scale = g.diagonal().real
             if bool((scale < 0).any()):
-                raise ValueError("B: is not positive definite; swap A and B, or add to its diagonal")
+                raise ValueError(
+                    "B: is not positive definite; swap A and B, or add to its diagonal"
+                )
             scale = scale.clamp(min=1e-300).rsqrt()
             values, y = torch.linalg.eigh(scale[:, None] * g * scale)
             kept = values > (1e3 * unit if turn == 0 else 0.1) * float(values.max())
@@ -229,7 +233,7 @@ class BlockConjugateGradients:
         return residual if self._diagonal is None else residual * self._diagonal
 
     def _tolerances(self, values: Tensor, x: Tensor) -> Tensor:
-        """Return how large residuals may be: relative to the vector, or the rounding of products."""
+        """Return how large residuals may be, in terms of the vectors' norms."""
         unit = torch.finfo(self.a.dtype).eps
         floor = _ROUNDING * unit * (self._norm_a + values.abs() * self._norm_b)
         return torch.maximum(self.problem.tol * values.abs(), floor) * _norms(x)
@@ -254,8 +258,8 @@ class BlockConjugateGradients:
         values, vectors, residuals = self._order(*(each[:k] for each in best))
         good = best[2][:k] <= self._tolerances(best[0], best[1])[:k]
         return NoConvergenceError(
-            f"eigs: {int(good.sum())} of {k} eigenpairs converged after {self._num_steps} iterations "
-            "of LOBPCG; the error has the best iterate: values, vectors and residuals. Give a "
+            f"eigs: {int(good.sum())} of {k} eigenpairs converged after {self._num_steps} "
+            "iterations of LOBPCG; the error has the best iterate: values, vectors and residuals. Give a "
             "preconditioner M=, raise max_restarts or tol, or pass the vectors as start=",
             values=values,
             vectors=vectors,

@@ -28,9 +28,7 @@ class Matrix:
         held_bytes: Bytes of tiles in memory.
     """
 
-    def __init__(
-        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, check_dtype(dtype), device
         self.held_bytes = 0
 

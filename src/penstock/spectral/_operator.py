@@ -81,7 +81,7 @@ class LinearOperator(abc.ABC):
         """Return the diagonal, (n,); None where it is unknown."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Give back what the operator holds; further calls do nothing."""
 
 
@@ -119,8 +119,8 @@ class CallableOperator(LinearOperator):
             product = torch.as_tensor(product)
         if product.shape != shape:
             raise ValueError(
-                f"operator: returned a tensor of shape {tuple(product.shape)} for a vector of shape "
-                f"{shape}; it must return one of the same shape"
+                f"operator: returned a tensor of shape {tuple(product.shape)} for a vector of "
+                f"shape {shape}; it must return one of the same shape"
             )
         if product.dtype.is_complex and not self.dtype.is_complex:
             raise TypeError(

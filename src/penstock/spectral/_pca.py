@@ -25,7 +25,7 @@ from penstock.spectral._svds import GramOperator
 from penstock.units import format_bytes, parse_bytes
 
 _MOST_COLUMNS = 4096  # whose covariance is factored densely
-_CHUNK_BYTES = 2 * 2**20  # of rows in float64, which stay in a cache
+_CHUNK_BYTES = 2**18  # of rows in float64, which stay in a cache
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,11 +99,13 @@ def pca(
         room = None if budget is None else budget - gram_bytes if is_small else budget // 2
         rows = open_matrix(table, room, ledger, stack)
         if not isinstance(rows, RowsMatrix):
-            raise TypeError("table: is sparse, and centred it is dense; use svds, which centres not")
+            raise TypeError(
+                "table: is sparse, and centred it is dense; use svds, which centres not"
+            )
         if not 1 <= k <= num_columns or rows.shape[0] < 2:
             raise ValueError(
-                f"k={k}: a table of shape {rows.shape} has {num_columns} components of at least two "
-                "rows; expected 1 to as many"
+                f"k={k}: a table of shape {rows.shape} has {num_columns} components of at least "
+                "two rows; expected 1 to as many"
             )
         if is_small:
             ledger.add(Tier.DEVICE, gram_bytes)
@@ -115,7 +117,9 @@ def pca(
             mean = _sum_mean(rows)
             left = None if budget is None else budget - rows.held_bytes
             if left is not None and left < 0:
-                raise CapacityError(f"max_bytes={format_bytes(budget or 0)} is not enough for tiles")
+                raise CapacityError(
+                    f"max_bytes={format_bytes(budget or 0)} is not enough for tiles"
+                )
             operator = GramOperator(rows, mean.to(rows.dtype))
             pairs = eigs(operator, k, max_bytes=left, store=store, tol=tol, seed=seed)
             variances = pairs.values.flip(0) / (rows.shape[0] - 1)

@@ -186,7 +186,7 @@ class StandardSolution:
         spilled = plan.num_vectors - plan.num_resident
         sweep += _FILE_COST * spilled * vector_bytes / plan.block
         product = operator.sweep_bytes / plan.block + 4.0 * vector_bytes
-        is_cheap = 0 < operator.sweep_bytes and product < 4 * sweep
+        is_cheap = operator.sweep_bytes > 0 and product < 4 * sweep
         needs_estimate = is_cheap or squared
         if needs_estimate:
             steps = min(operator.global_length - 1, max(60, 4 * plan.num_vectors))
@@ -209,9 +209,7 @@ class StandardSolution:
 
     def _make_filter(self, estimate: SpectrumEstimate, sign: float) -> ChebyshevFilter:
         product, sweep = self._costs
-        return choose_filter(
-            estimate, self.problem.k, sign, product_cost=product, sweep_cost=sweep
-        )
+        return choose_filter(estimate, self.problem.k, sign, product_cost=product, sweep_cost=sweep)
 
     def _refine(self, pairs: RitzPairs) -> ChebyshevFilter | None:
         """Return a filter that damps more, where the estimate of the spectrum was too coarse."""
@@ -299,8 +297,8 @@ class StandardSolution:
         bad = residuals > _ACCEPTED * self._tolerances(values)
         if bool(bad.any()):
             raise NoConvergenceError(
-                f"eigs: {int(bad.sum())} of {len(x)} residuals are up to {float(residuals.max()):.3g}"
-                ", which rounding of the filtered operator keeps from falling; the error has the "
+                f"eigs: {int(bad.sum())} of {len(x)} residuals are up to "
+                f"{float(residuals.max()):.3g}, which rounding of the filtered operator keeps from falling; the error has the "
                 "pairs. Raise tol, or ask for another end",
                 values=values,
                 vectors=x.T,
@@ -379,8 +377,8 @@ class StandardSolution:
         order = values.argsort()
         num_good = int((residuals <= self._tolerances(values.double())).sum())
         return NoConvergenceError(
-            f"eigs: {num_good} of {self.problem.k} eigenpairs converged {reason}; the error has the "
-            "best iterate: values, vectors and estimates of residuals. Raise max_restarts or tol, "
+            f"eigs: {num_good} of {self.problem.k} eigenpairs converged {reason}; the error has "
+            "the best iterate: values, vectors and estimates of residuals. Raise max_restarts or tol, "
             "or pass the vectors as start=",
             values=values.double()[order],
             vectors=x[order.to(x.device)].T,
@@ -465,4 +463,3 @@ def _rotate(x: Tensor, y: Tensor) -> None:
     for begin in range(0, x.shape[1], width):
         part = x[:, begin : begin + width]
         part.copy_((y.T @ part.to(y.dtype)).to(x.dtype))
-

@@ -211,7 +211,9 @@ def _as_list(source: Any, name: str, *, in_memory: bool = False) -> Tensor | Fil
         return source.gather_rows(torch.arange(len(source)))
     if not isinstance(source, Tensor) or source.dim() != 1:
         found = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
-        raise TypeError(f"operator: {name} is {found}; expected a tensor of one dimension, or a path")
+        raise TypeError(
+            f"operator: {name} is {found}; expected a tensor of one dimension, or a path"
+        )
     return source.detach().contiguous()
 
 

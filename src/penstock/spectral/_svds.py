@@ -15,9 +15,9 @@ from penstock.memory import FileStore, Ledger
 from penstock.spectral import _native
 from penstock.spectral._basis import gram
 from penstock.spectral._eigs import eigs
+from penstock.spectral._matrix import Matrix, open_matrix
 from penstock.spectral._operator import LinearOperator
 from penstock.spectral._report import SpectralReport
-from penstock.spectral._matrix import Matrix, open_matrix
 from penstock.units import parse_bytes
 
 
@@ -112,4 +112,3 @@ class GramOperator(LinearOperator):
         total = torch.zeros_like(x)
         self._matrix.add_gram(x, total, self._mean)
         _native.add_scaled(out, total, z, alpha, gamma, beta)
-
