@@ -66,8 +66,8 @@ def eigs(
         M: Preconditioner, an approximation of the inverse of A (of B for which="LA"): any operator
             as above, positive definite. It chooses LOBPCG.
         max_bytes: The most bytes of basis, workspace and tiles on the device, as an int or text
-            such as "2GiB"; on a machine without a GPU the device is RAM. Tensors that the caller holds
-            do not count, nor do the vectors that are returned. None: all it takes.
+            such as "2GiB"; on a machine without a GPU the device is RAM. Tensors that the caller
+            holds do not count, nor do the vectors that are returned. None: all it takes.
         store: Directory or `FileStore` for what of the basis is beyond `max_bytes`; without one it
             goes to host memory, if the device is a GPU.
         tol: Residuals at most `tol` times the eigenvalue's magnitude; 0: as good as the dtype's

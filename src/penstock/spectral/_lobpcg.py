@@ -18,7 +18,7 @@ from penstock.memory import Tier
 from penstock.spectral._basis import gram
 from penstock.spectral._filter import check_finite
 from penstock.spectral._operator import LinearOperator, make_random
-from penstock.spectral._report import Eigenpairs
+from penstock.spectral._report import Eigenpairs, SpectralReport
 from penstock.spectral._small import solve_dense
 from penstock.spectral._solve import Problem, make_report, num_basis_vectors
 from penstock.units import format_bytes
@@ -259,14 +259,14 @@ class BlockConjugateGradients:
         good = best[2][:k] <= self._tolerances(best[0], best[1])[:k]
         return NoConvergenceError(
             f"eigs: {int(good.sum())} of {k} eigenpairs converged after {self._num_steps} "
-            "iterations of LOBPCG; the error has the best iterate: values, vectors and residuals. Give a "
-            "preconditioner M=, raise max_restarts or tol, or pass the vectors as start=",
+            "iterations of LOBPCG; the error has the best iterate: values, vectors and residuals. "
+            "Give a preconditioner M=, raise max_restarts or tol, or pass the vectors as start=",
             values=values,
             vectors=vectors,
             residuals=residuals,
         )
 
-    def _report(self):  # noqa: ANN202 (of `make_report`)
+    def _report(self) -> SpectralReport:
         count = _block_size(self.problem)
         return make_report(
             self.problem,

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from penstock.spectral._eigs import eigs
 from penstock.spectral._matrix import RowsMatrix, open_matrix
 from penstock.spectral._report import SpectralReport
 from penstock.spectral._svds import GramOperator
+from penstock.unified import unify
 from penstock.units import format_bytes, parse_bytes
 
 _MOST_COLUMNS = 4096  # whose covariance is factored densely
@@ -45,7 +47,7 @@ class PrincipalComponents:
     mean: Tensor
     report: SpectralReport
 
-    def __iter__(self):  # noqa: ANN204 (an iterator of tensors)
+    def __iter__(self) -> Iterator[Tensor]:
         return iter((self.variances, self.components))
 
     def transform(self, rows: Tensor) -> Tensor:
@@ -129,8 +131,6 @@ def pca(
 
 
 def _count_columns(table: Any) -> int:
-    from penstock.unified import unify
-
     if isinstance(table, str | os.PathLike):
         table = unify(table, device="cpu", cache=0)
     shape = getattr(table, "shape", None)

@@ -298,8 +298,8 @@ class StandardSolution:
         if bool(bad.any()):
             raise NoConvergenceError(
                 f"eigs: {int(bad.sum())} of {len(x)} residuals are up to "
-                f"{float(residuals.max()):.3g}, which rounding of the filtered operator keeps from falling; the error has the "
-                "pairs. Raise tol, or ask for another end",
+                f"{float(residuals.max()):.3g}, which the rounding of the filtered operator keeps "
+                "from falling; the error has the pairs. Raise tol, or ask for another end",
                 values=values,
                 vectors=x.T,
                 residuals=residuals,
@@ -378,8 +378,8 @@ class StandardSolution:
         num_good = int((residuals <= self._tolerances(values.double())).sum())
         return NoConvergenceError(
             f"eigs: {num_good} of {self.problem.k} eigenpairs converged {reason}; the error has "
-            "the best iterate: values, vectors and estimates of residuals. Raise max_restarts or tol, "
-            "or pass the vectors as start=",
+            "the best iterate: values, vectors and estimates of residuals. Raise max_restarts or "
+            "tol, or pass the vectors as start=",
             values=values.double()[order],
             vectors=x[order.to(x.device)].T,
             residuals=residuals[order],
