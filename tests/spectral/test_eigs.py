@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.spectral import CSR, Operator, eigs
+from penstock.spectral import CSR, SymmetricOperator, eigs
 from penstock.unified import unify
 from spectral_cases import dense, grid_laplacian, grid_spectrum, residuals, with_spectrum
 
@@ -49,7 +49,7 @@ def test_a_callable_misses_no_multiple_eigenvalue():
     """Single vectors, no filter: copies come only from the random starts after convergence."""
     spectrum = torch.cat([torch.linspace(0, 1, 292), torch.tensor([2.0] * 5 + [3.0] * 3)]).double()
     q = with_spectrum(spectrum)
-    pairs = eigs(Operator(lambda v: q @ v, 300, dtype=torch.float64), 8)
+    pairs = eigs(SymmetricOperator(lambda v: q @ v, 300, dtype=torch.float64), 8)
     torch.testing.assert_close(pairs.values, wanted(spectrum, 8, "LA"), rtol=0, atol=1e-12)
 
 
@@ -71,7 +71,7 @@ def test_shapes_and_dtypes(num_rows: int, k: int, which: str, dtype, kind: str, 
     source = {
         "dense": lambda: matrix,
         "csr": lambda: matrix.to_sparse_csr(),
-        "callable": lambda: Operator(lambda v: matrix @ v, num_rows, dtype=dtype),
+        "callable": lambda: SymmetricOperator(lambda v: matrix @ v, num_rows, dtype=dtype),
         "table": lambda: unify(matrix),
     }[kind]()
     pairs = eigs(source, k, which=which)

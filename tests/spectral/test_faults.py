@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.errors import NoConvergenceError
-from penstock.spectral import CSR, Operator, eigs, pca, svds
+from penstock.spectral import CSR, SymmetricOperator, eigs, pca, svds
 from spectral_cases import dense, grid_laplacian, with_spectrum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,7 +21,7 @@ def failing(after: int, how):
         calls.append(1)
         return how(matrix @ v) if len(calls) > after else matrix @ v
 
-    return Operator(multiply, 400, dtype=torch.float64)
+    return SymmetricOperator(multiply, 400, dtype=torch.float64)
 
 
 def test_a_callable_that_raises_in_the_middle_keeps_the_best_iterate():
@@ -110,8 +110,12 @@ def test_arguments_out_of_range(arguments, kind, message):
         (torch.ones(200, 200, dtype=torch.float16), TypeError, "dtype is torch.float16"),
         ("nowhere.npy", Exception, "nowhere.npy"),
         (object(), TypeError, "operator: got object"),
-        (Operator(lambda v: v[:-1], 200), ValueError, "operator: returned a tensor of shape"),
-        (Operator(lambda v: v * 1j, 200), TypeError, "operator: returned torch.complex64"),
+        (
+            SymmetricOperator(lambda v: v[:-1], 200),
+            ValueError,
+            "operator: returned a tensor of shape",
+        ),
+        (SymmetricOperator(lambda v: v * 1j, 200), TypeError, "operator: returned torch.complex64"),
     ],
 )
 def test_operators_that_are_none(operator, kind, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import CapacityError, NoConvergenceError
-from penstock.spectral import Operator, eigs
+from penstock.spectral import SymmetricOperator, eigs
 from spectral_cases import dense, from_entries, grid_laplacian, residuals, with_spectrum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,7 +50,7 @@ def test_a_preconditioner_saves_steps():
     spectrum = torch.logspace(-4, 4, 200, dtype=torch.float64)
     a = with_spectrum(spectrum)
     near = torch.linalg.inv(a + 1e-3 * torch.eye(200, dtype=torch.float64))
-    m = Operator(lambda r: near @ r, 200, dtype=torch.float64)
+    m = SymmetricOperator(lambda r: near @ r, 200, dtype=torch.float64)
     pairs = eigs(a, 4, which="SA", M=m)
     torch.testing.assert_close(pairs.values, spectrum[:4], rtol=0, atol=1e-10)
     assert pairs.report.method == "lobpcg" and pairs.report.num_steps < 60

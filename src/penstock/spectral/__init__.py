@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from penstock.spectral._eigs import eigs
     from penstock.spectral._pca import PrincipalComponents, pca
     from penstock.spectral._report import Eigenpairs, SpectralReport
-    from penstock.spectral._sources import CSR, Operator
+    from penstock.spectral._sources import CSR, SymmetricOperator
     from penstock.spectral._svds import SingularTriplets, svds
 
 __all__ = [
     "CSR",
     "Eigenpairs",
-    "Operator",
     "PrincipalComponents",
     "SingularTriplets",
     "SpectralReport",
+    "SymmetricOperator",
     "eigs",
     "fisher",
     "hessian",

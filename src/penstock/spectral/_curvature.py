@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.spectral._sources import Operator
+from penstock.spectral._sources import SymmetricOperator
 
 
 def hessian(
     loss: Callable[[], Tensor], parameters: Iterable[Tensor], *, num_batches: int = 1
-) -> Operator:
+) -> SymmetricOperator:
     """Return the Hessian of a loss by the parameters of a model, as an operator.
 
     A product is a backward pass through the gradient (Pearlmutter 1994), whose graph is built anew
@@ -58,12 +58,14 @@ def hessian(
                     total += _flatten(products)
         return total / num_batches
 
-    return Operator(multiply, sum(p.numel() for p in leaves), leaves[0].dtype, leaves[0].device)
+    return SymmetricOperator(
+        multiply, sum(p.numel() for p in leaves), leaves[0].dtype, leaves[0].device
+    )
 
 
 def fisher(
     losses: Callable[[], Tensor], parameters: Iterable[Tensor], *, num_batches: int = 1
-) -> Operator:
+) -> SymmetricOperator:
     """Return the empirical Fisher matrix, the mean of g g^T over examples, as an operator.
 
     Example:
@@ -104,7 +106,9 @@ def fisher(
                 total += _flatten(torch.autograd.grad(each, leaves, scores, materialize_grads=True))
         return total / count
 
-    return Operator(multiply, sum(p.numel() for p in leaves), leaves[0].dtype, leaves[0].device)
+    return SymmetricOperator(
+        multiply, sum(p.numel() for p in leaves), leaves[0].dtype, leaves[0].device
+    )
 
 
 def _check_leaves(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
 from penstock.spectral._report import Eigenpairs, add_reports
 from penstock.spectral._small import solve_dense
-from penstock.spectral._solve import Problem, num_basis_vectors, solve_standard
+from penstock.spectral._solve import StandardProblem, num_basis_vectors, solve_standard
 from penstock.spectral._sources import Surroundings, as_operator
 from penstock.spectral._tiles import TiledOperator
 from penstock.units import parse_bytes
@@ -56,7 +56,7 @@ def eigs(
     Args:
         operator: A square matrix: a tensor, dense or sparse, a unified table in memory or a file,
             the path of a table, a NumPy array, a SciPy sparse matrix, or `penstock.spectral.CSR`
-            with lists in memory or files. Or a function, as `penstock.spectral.Operator`, or what
+            with lists in memory or files. Or a function, as `penstock.spectral.SymmetricOperator`, or what
             `penstock.spectral.hessian` and `fisher` return. Float32, float64, complex64 or
             complex128.
         k: Eigenvalues wanted, from 1 to n - 1.
@@ -123,7 +123,7 @@ def eigs(
         file = None
         if store is not None and budget is not None:
             file = stack.enter_context(contextlib.closing(ExtentFile(store)))
-        problem = Problem(
+        problem = StandardProblem(
             operator=found,
             k=k,
             which=which,

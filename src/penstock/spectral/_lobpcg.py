@@ -20,7 +20,7 @@ from penstock.spectral._filter import check_finite
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._report import Eigenpairs, SpectralReport
 from penstock.spectral._small import solve_dense
-from penstock.spectral._solve import Problem, make_report, num_basis_vectors
+from penstock.spectral._solve import StandardProblem, make_report, num_basis_vectors
 from penstock.units import format_bytes
 
 _ROUNDING = 8.0  # times the rounding unit and the norms: residuals are not asked to be less
@@ -30,7 +30,7 @@ _ITERATIONS_PER_RESTART = 20
 _BLOCKS, _BLOCKS_WITH_B = 8, 11  # X, W, P and their products, and the memory of rotations
 
 
-def prefers_lobpcg(problem: Problem) -> bool:
+def prefers_lobpcg(problem: StandardProblem) -> bool:
     """Return whether LOBPCG fits into a budget into which no basis of Lanczos does."""
     operator, budget = problem.operator, problem.max_bytes
     if budget is None or problem.file is not None or operator.device.type != "cpu":
@@ -43,7 +43,7 @@ def prefers_lobpcg(problem: Problem) -> bool:
 
 
 def solve_generalized(
-    problem: Problem, b: LinearOperator | None, m: LinearOperator | None
+    problem: StandardProblem, b: LinearOperator | None, m: LinearOperator | None
 ) -> Eigenpairs:
     """Return the wanted pairs of A v = w B v.
 
@@ -72,13 +72,13 @@ def solve_generalized(
         problem.ledger.add(Tier.DEVICE, -needed)
 
 
-def _needed_bytes(problem: Problem, *, has_b: bool) -> int:
+def _needed_bytes(problem: StandardProblem, *, has_b: bool) -> int:
     operator = problem.operator
     blocks = _BLOCKS_WITH_B if has_b else _BLOCKS
     return blocks * _block_size(problem) * operator.length * operator.dtype.itemsize
 
 
-def _block_size(problem: Problem) -> int:
+def _block_size(problem: StandardProblem) -> int:
     return min(problem.k + max(2, problem.k // 4), problem.operator.length // 4)
 
 
@@ -86,7 +86,7 @@ class BlockConjugateGradients:
     """The iteration; vectors are rows, and products with A and B go along with them."""
 
     def __init__(
-        self, problem: Problem, b: LinearOperator | None, m: LinearOperator | None
+        self, problem: StandardProblem, b: LinearOperator | None, m: LinearOperator | None
     ) -> None:
         self.problem, self.a, self.b = problem, problem.operator, b
         self._sign = 1.0 if problem.which == "SA" else -1.0  # the smallest of sign A are iterated

@@ -17,6 +17,8 @@ from penstock.spectral._sources import CSR, check_dtype
 from penstock.spectral._tiles import DenseSource, TileStream
 from penstock.unified import UnifiedTensor, unify
 
+_CHUNK_ELEMENTS = 1 << 18  # of rows that are centred, which stay in a cache
+
 
 class Matrix:
     """A matrix of any shape, read by ranges of rows.
@@ -55,14 +57,14 @@ class RowsMatrix(Matrix):
 
     def add_gram(self, x: Tensor, total: Tensor, mean: Tensor | None) -> None:
         """Add A^H A x; see `Matrix`."""
-        shift = None if mean is None else x @ mean
         for _, (rows,) in self.tiles:
-            y = x @ rows.T
-            if shift is not None:
-                y -= shift[:, None]
-            total.addmm_(y, rows.conj())
-            if mean is not None:
-                total -= y.sum(1)[:, None] * mean
+            # Centred row by row: what a mean far from zero would add is not there to be rounded.
+            step = len(rows) if mean is None else max(1, _CHUNK_ELEMENTS // self.shape[1])
+            for begin in range(0, len(rows), max(1, step)):
+                chunk = rows[begin : begin + step]
+                if mean is not None:
+                    chunk = chunk - mean
+                total.addmm_(x @ chunk.T, chunk.conj())
 
 
 class SparseMatrix(Matrix):

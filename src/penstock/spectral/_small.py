@@ -10,10 +10,10 @@ from torch import Tensor
 from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._operator import LinearOperator
 from penstock.spectral._report import Eigenpairs
-from penstock.spectral._solve import Problem, make_report
+from penstock.spectral._solve import StandardProblem, make_report
 
 
-def solve_dense(problem: Problem, b: LinearOperator | None = None) -> Eigenpairs:
+def solve_dense(problem: StandardProblem, b: LinearOperator | None = None) -> Eigenpairs:
     """Return the wanted pairs of A v = w B v by a dense factorisation, in float64."""
     started, operator = time.perf_counter(), problem.operator
     matrix = _materialize(operator)

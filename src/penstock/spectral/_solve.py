@@ -30,13 +30,13 @@ _POLISHED = 4.0  # times what is asked for: less than that polishing does not gi
 _POLISH_DEGREE, _POLISH_GAIN = 12, 1e6
 _DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not damped by polishing
 _ESTIMATE_STEPS = 20
-_ACCEPTED = 100.0  # times what is asked for, where no polishing helps: the rounding of squares
+_ACCEPTED = 1e3  # times what is asked for, where no polishing helps: the rounding of squares
 _WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
+class StandardProblem:
     """A standard problem and the means to solve it.
 
     Attributes:
@@ -80,7 +80,7 @@ def num_basis_vectors(k: int) -> int:
     return max(2 * k + 16, 32)
 
 
-def plan_basis(problem: Problem, *, squared: bool) -> BasisPlan:
+def plan_basis(problem: StandardProblem, *, squared: bool) -> BasisPlan:
     """Plan a basis and its residency within the budget.
 
     Raises:
@@ -120,7 +120,7 @@ def plan_basis(problem: Problem, *, squared: bool) -> BasisPlan:
 class StandardSolution:
     """The course of one solution of a standard problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: StandardProblem) -> None:
         self.problem = problem
         self._started = time.perf_counter()
         self._estimate: SpectrumEstimate | None = None
@@ -400,7 +400,7 @@ class StandardSolution:
         )
 
 
-def solve_standard(problem: Problem) -> Eigenpairs:
+def solve_standard(problem: StandardProblem) -> Eigenpairs:
     """Solve a problem; those of the largest magnitude are at the ends, at one or at both."""
     if problem.which != "LM":
         return StandardSolution(problem).solve()
@@ -424,7 +424,7 @@ def solve_standard(problem: Problem) -> Eigenpairs:
 
 
 def make_report(
-    problem: Problem,
+    problem: StandardProblem,
     started: float,
     *,
     method: str,

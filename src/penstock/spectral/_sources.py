@@ -30,7 +30,7 @@ from penstock.unified import UnifiedTensor, unify
 
 _ACCEPTED = (
     "a square matrix (a tensor, dense or in CSR or COO, a unified table, a NumPy array, a SciPy "
-    "sparse matrix, the path of a table), penstock.spectral.CSR, penstock.spectral.Operator, or an "
+    "sparse matrix, the path of a table), penstock.spectral.CSR, penstock.spectral.SymmetricOperator, or an "
     "object with shape, dtype and matvec"
 )
 
@@ -61,13 +61,13 @@ class CSR:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Operator:
+class SymmetricOperator:
     """A symmetric or Hermitian operator that is given by a function.
 
     Example:
         >>> import torch
         >>> diagonal = torch.arange(1.0, 101.0, dtype=torch.float64)
-        >>> operator = Operator(lambda v: diagonal * v, 100, dtype=torch.float64)
+        >>> operator = SymmetricOperator(lambda v: diagonal * v, 100, dtype=torch.float64)
         >>> penstock.spectral.eigs(operator, 1).values
         tensor([100.], dtype=torch.float64)
 
@@ -126,7 +126,7 @@ def as_operator(source: Any, around: Surroundings) -> LinearOperator:
     """
     if isinstance(source, LinearOperator):
         return source
-    if isinstance(source, Operator):
+    if isinstance(source, SymmetricOperator):
         device, dtype = torch.device(source.device), check_dtype(source.dtype)
         return CallableOperator(source.function, int(source.length), dtype, device)
     if isinstance(source, str | os.PathLike):
