@@ -56,9 +56,9 @@ def eigs(
     Args:
         operator: A square matrix: a tensor, dense or sparse, a unified table in memory or a file,
             the path of a table, a NumPy array, a SciPy sparse matrix, or `penstock.spectral.CSR`
-            with lists in memory or files. Or a function, as `penstock.spectral.SymmetricOperator`, or what
-            `penstock.spectral.hessian` and `fisher` return. Float32, float64, complex64 or
-            complex128.
+            with lists in memory or files. Or a function, as
+            `penstock.spectral.SymmetricOperator`, or what `penstock.spectral.hessian` and `fisher`
+            return. Float32, float64, complex64 or complex128.
         k: Eigenvalues wanted, from 1 to n - 1.
         which: "LA" the largest, "SA" the smallest, "LM" those of the largest magnitude, "SM" of the
             smallest, "BE" half of them from each end, the odd one from the high end.

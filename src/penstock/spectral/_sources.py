@@ -30,8 +30,8 @@ from penstock.unified import UnifiedTensor, unify
 
 _ACCEPTED = (
     "a square matrix (a tensor, dense or in CSR or COO, a unified table, a NumPy array, a SciPy "
-    "sparse matrix, the path of a table), penstock.spectral.CSR, penstock.spectral.SymmetricOperator, or an "
-    "object with shape, dtype and matvec"
+    "sparse matrix, the path of a table), penstock.spectral.CSR, "
+    "penstock.spectral.SymmetricOperator, or an object with shape, dtype and matvec"
 )
 
 
