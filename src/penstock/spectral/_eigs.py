@@ -12,12 +12,12 @@ from torch import Tensor
 
 from penstock.memory import ExtentFile, FileStore, Ledger
 from penstock.spectral._basis import gram
+from penstock.spectral._dense import solve_dense
 from penstock.spectral._filter import check_finite
 from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
 from penstock.spectral._report import Eigenpairs, add_reports
-from penstock.spectral._small import solve_dense
 from penstock.spectral._solve import StandardProblem, num_basis_vectors, solve_standard
 from penstock.spectral._sources import Surroundings, as_operator
 from penstock.spectral._tiles import TiledOperator

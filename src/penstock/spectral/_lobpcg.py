@@ -16,10 +16,10 @@ from torch import Tensor
 from penstock.errors import CapacityError, NoConvergenceError
 from penstock.memory import Tier
 from penstock.spectral._basis import gram
+from penstock.spectral._dense import solve_dense
 from penstock.spectral._filter import check_finite
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._report import Eigenpairs, SpectralReport
-from penstock.spectral._small import solve_dense
 from penstock.spectral._solve import StandardProblem, make_report, num_basis_vectors
 from penstock.units import format_bytes
 
