@@ -26,7 +26,16 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
 # What can change a result; absent packages are left out of a row.
-_PACKAGES = ("torch", "triton", "numpy", "transformers", "trl", "torch-geometric", "kvikio-cu13")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "trl",
+    "torch-geometric",
+    "scipy",
+    "kvikio-cu13",
+)
 
 
 class Environment(TypedDict):

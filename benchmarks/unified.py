@@ -2,6 +2,7 @@
 
     python benchmarks/unified.py                     # the grid, from memory
     python benchmarks/unified.py --part file         # random rows of a file with a cold cache
+    python benchmarks/unified.py --part pages        # random rows in small and huge pages
     python benchmarks/unified.py --part epoch        # training GraphSAGE, end to end
     python benchmarks/unified.py --device cuda       # the grid and the epoch, to a GPU
 
@@ -26,6 +27,7 @@ from _unified_arms import Arm, fill, indices, measure, repetitions_of, rows_of
 from _unified_epoch import epoch_rows
 from _unified_file import file_rows
 from _unified_gpu import FOOTPRINT_BYTES, FOOTPRINT_ROW_BYTES, GPU_ROW_BYTES, gpu_rows
+from _unified_pages import page_rows
 from penstock.units import format_bytes, parse_bytes
 
 ROW_BYTES = (64, 128, 256, 400, 512, 1024, 2052, 4096, 16384)
@@ -68,8 +70,10 @@ def memory_rows(row_bytes: int, table_bytes: int, where: Any) -> list[BenchmarkR
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--part", choices=["memory", "file", "epoch"], help="memory, without a GPU")
-    parser.add_argument("--table-bytes", help="4GiB in memory, 16GiB in a file")
+    parser.add_argument(
+        "--part", choices=["memory", "file", "pages", "epoch"], help="memory, without a GPU"
+    )
+    parser.add_argument("--table-bytes", help="4GiB in memory, 16GiB in a file, 6GiB of pages")
     parser.add_argument("--row-bytes", type=int, nargs="+", help="of the grid")
     parser.add_argument("--count", type=int, default=40_000, help="rows of a batch, of the file")
     parser.add_argument("--arms", nargs="+", help="of the epoch, by name; all by default")
@@ -87,6 +91,9 @@ def main() -> None:
     if "file" in parts:
         table_bytes = parse_bytes(options.table_bytes or "16GiB", name="--table-bytes")
         write_rows(file_rows(table_bytes, options.store, options.count, where), options.out)
+    if "pages" in parts:
+        table_bytes = parse_bytes(options.table_bytes or "6GiB", name="--table-bytes")
+        write_rows(page_rows(table_bytes, where), options.out)
     if "memory" in parts:
         table_bytes = parse_bytes(options.table_bytes or "4GiB", name="--table-bytes")
         for row_bytes in options.row_bytes or (GPU_ROW_BYTES if on_gpu else ROW_BYTES):

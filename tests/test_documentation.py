@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fork_servers import find_python
@@ -138,6 +139,22 @@ def test_the_examples_of_attention_run_one_after_the_other(tmp_path, monkeypatch
     assert len(examples) == 3
     said = execute("\n".join(examples), tmp_path, monkeypatch, capsys)
     assert "block-sparse attention" in said and "torch.Size([8, 1024])" in said
+
+
+def test_the_examples_of_traversals_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    examples = blocks("docs/traversal.md")
+    assert len(examples) >= 5
+    said = execute("\n".join(examples), tmp_path, monkeypatch, capsys)
+    assert "frontier edges" in said and "True, True" in said
+
+
+def test_the_readme_example_of_traversals_runs(tmp_path, monkeypatch, capsys):
+    (example,) = blocks("README.md", containing="split_khop")
+    for name, values in (("indptr", [0, 1, 2]), ("indices", [1, 0])):
+        np.save(tmp_path / f"{name}.npy", np.array(values))
+    seeds = "import torch\nseeds = many_seeds = torch.tensor([0])\n"
+    said = execute(f"{seeds}{example}print(len(list(parts)))", tmp_path, monkeypatch, capsys)
+    assert said == "1\n"
 
 
 def test_the_examples_of_operators_run_one_after_the_other(tmp_path, monkeypatch, capsys):

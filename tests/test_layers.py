@@ -36,7 +36,7 @@ APART = {"activations", "unified", "attention", "ops", "rgnn", "batching"}
 ONLY = {
     "attention": {"memory", "codegen", "iomodel"},
     "ops": {"codegen", "iomodel"},
-    "traversal": {"unified"},
+    "traversal": {"batching", "codegen", "unified"},
     "spectral": {"memory", "codegen", "unified"},
     "lora": {"batching", "codegen", "iomodel"},
     "kv": {"memory", "codegen", "iomodel"},

@@ -127,16 +127,35 @@ class UnlikeEagerError(PenstockError):
         self.expected = expected
 
 
-class NoConvergenceError(PenstockError):
-    """An eigensolver gave up, or its operator failed; the error carries what was reached.
+class RankError(PenstockError):
+    """Another rank of a process group has ended, or does not answer within the group's timeout.
 
     Attributes:
-        values: Eigenvalues of the best iterate, rising.
-        vectors: Its vectors as columns, in the order of the values.
-        residuals: Estimates of its residuals.
+        rank: The rank that has noticed.
     """
 
-    def __init__(self, message: str, *, values: Tensor, vectors: Tensor, residuals: Tensor) -> None:
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class NoConvergenceError(PenstockError):
+    """An iteration gave up, or its operator failed; the error carries what was reached.
+
+    Attributes:
+        values: Eigenvalues of the best iterate, rising; of PageRank the last ranks.
+        vectors: Eigenvectors as columns, in the order of the values; None where there are none.
+        residuals: Estimates of their residuals; None where there are none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        values: Tensor,
+        vectors: Tensor | None = None,
+        residuals: Tensor | None = None,
+    ) -> None:
         super().__init__(message)
         self.values = values
         self.vectors = vectors

@@ -168,3 +168,26 @@ def test_the_table_of_lora_layers_is_that_of_the_rows():
             assert cells[column] == f"{ratio:.2f}", (cells, arm, ratio)
         for arm, column in {"PEFT": 5, "penstock": 6}.items():
             assert cells[column] == f"{rows[case, arm].peak_bytes['saved'] / 2**20:.1f}", cells
+
+
+def test_the_tables_of_traversals_are_those_of_the_rows():
+    rows = {}
+    for path in RESULTS.glob("*/graphs.json"):
+        rows |= {(row.case, row.arm): row for row in read_rows(path)}
+    arms = ["penstock", "penstock, reverse", "penstock, files", "PyG k_hop_subgraph"]
+    for cells in table_after("traversal.md", "| closure | nodes, edges |")[1:]:
+        case = f"closure: {cells[0]}"
+        for arm, cell in zip([*arms, "scipy.sparse"], cells[2:7], strict=True):
+            assert rounds_to(number(cell) or 0, rows[case, arm].median_seconds * 1e3), (case, arm)
+        extra = rows[case, "penstock"].extra
+        assert cells[1] == f"{extra['num_nodes']:,}, {extra['num_edges']:,}"
+        assert cells[7] == f"{rows[case, arms[3]].extra['times_of_ours']:.1f}"
+    for cells in table_after("traversal.md", "| 8 hops from the node")[1:]:
+        found = [rows[f"direction: {cells[0]}, 8 hops", arm].extra for arm in arms[:2]]
+        sums = [sum(extra["touched_edges"]) for extra in found]
+        shown = [f"{sums[0]:,}", f"{sums[1]:,}", f"{sums[1] / sums[0]:.3f}"]
+        assert cells[1:] == [*shown, f"{found[0]['largest_frontier']:,}"]
+    said = (DOCS / "traversal.md").read_text()
+    ours = rows["bytes: gowalla, 3 hops, 64 seeds", "penstock"]
+    assert f"{ours.extra['predicted_bytes']:,} bytes were predicted" in said
+    assert f"{ours.peak_bytes['device']:,} at the peak" in said and ours.limit_fraction == 1

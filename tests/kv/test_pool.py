@@ -302,6 +302,66 @@ def test_a_window_that_is_resident(is_padded: bool):
     pool.close()
 
 
+class DrawnBlocks:
+    """A selector that draws three blocks for each sequence and head, and keeps what it is told."""
+
+    def __init__(self, *, with_fill: bool) -> None:
+        self.with_fill = with_fill
+
+    def select(self, query: torch.Tensor, layer: int, pool: Any) -> torch.Tensor:
+        order = torch.rand(query.shape[0], 2, pool.num_blocks(layer)).argsort(-1)
+        self.chosen = order[..., :3].sort(dim=-1).values
+        if self.with_fill:
+            self.chosen[0, 1, 2] = -1
+        return self.chosen
+
+    def note(self, layer: int, blocks: torch.Tensor, weights: torch.Tensor) -> None:
+        shape = (*blocks.shape[:2], 1 + int(blocks.max()))
+        self.weights = torch.zeros(shape).scatter_add_(2, blocks.clamp(min=0), weights)
+
+
+@pytest.mark.parametrize("way", ["resident", "in host memory", "filled", "shared"])
+def test_chosen_blocks_are_read_wherever_they_are(way: str):
+    """Where a layer is resident, chosen blocks are found by the addresses of the step before."""
+    selector = DrawnBlocks(with_fill=way == "filled")
+    budget = "64KiB" if way == "in host memory" else "4MiB"
+    pool = BlockPool(device_memory=budget, block_tokens=16, selector=selector)
+    keys, values = torch.rand(2, 2, 2, 190, 32)
+    pool.append(0, keys, values)
+    if way == "shared":
+        pool.reorder(torch.tensor([1, 1]))
+        keys, values = keys[[1, 1]], values[[1, 1]]
+    for _ in range(4):  # the last two have a block more
+        query = torch.rand(2, 4, 1, 32)
+        before = pool.report()
+        out = attend_pool(pool, 0, query, ScoreRule(1.0), Visibility(2, keys.shape[2] - 1))
+        after, chosen = pool.report(), selector.chosen
+        distinct = {
+            (0 if way == "shared" else b, h, int(c))
+            for b, h in np.ndindex(2, 2)
+            for c in chosen[b, h]
+            if c >= 0
+        }
+        num_read = [each.num_hits + each.num_misses for each in (before, after)]
+        assert num_read[1] - num_read[0] == len(distinct)
+        assert (after.num_misses == 0) == (way != "in host memory")
+        is_read = torch.zeros(2, 2, keys.shape[2] // 16 + 1, dtype=torch.bool)
+        is_read = is_read.scatter(2, chosen.where(chosen >= 0, chosen[..., :1]), True)
+        is_read[..., -1] = True  # the unfinished block
+        seen = is_read.repeat_interleave(16, 2)[..., : keys.shape[2]].repeat_interleave(2, 1)
+        repeated = [each.repeat_interleave(2, 1) for each in (keys, values)]
+        scores = (query @ repeated[0].mT).masked_fill(~seen.unsqueeze(2), -math.inf)
+        weights = scores.softmax(-1)
+        torch.testing.assert_close(out, weights @ repeated[1])
+        shares = torch.nn.functional.pad(weights, (0, -keys.shape[2] % 16)).unflatten(-1, (-1, 16))
+        shares = shares.sum(-1).unflatten(1, (2, 2)).sum((2, 3))
+        torch.testing.assert_close(selector.weights, shares[..., : selector.weights.shape[2]])
+        more = torch.rand(2, 2, 2, 1, 32)
+        pool.append(0, *more)
+        keys, values = torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2)
+    pool.close()
+
+
 @given(st.data())
 @settings(max_examples=40)
 def test_parts_merge_to_the_whole(data: st.DataObject):

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.memory import CacheProfile, LinkProfile, MachineProfile, machine
 from penstock.memory import _caches as caches_module
-from penstock.memory._caches import find_caches, measure_caches
+from penstock.memory._caches import find_caches, measure_caches, measure_pages
+from penstock.memory.pages import HUGE_PAGE_BYTES, PAGE_BYTES
 
 
 def write_cache(directory: Path, level: int, kind: str, size: str) -> None:
@@ -50,6 +51,16 @@ def test_without_a_compiler_sizes_remain(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(caches_module, "load_optional_library", lambda *_, **__: None)
     caches = (CacheProfile(name="L1", capacity_bytes=2**15, line_bytes=64),)
     assert measure_caches(caches, 1) == (caches, ())
+    assert measure_pages() == {}
+
+
+def test_random_rows_are_measured_in_small_and_huge_pages():
+    rates = measure_pages(num_runs=2, num_bytes=2**22)
+    assert list(rates) == [PAGE_BYTES, HUGE_PAGE_BYTES]
+    assert all(each.bytes_per_second > 0 and each.num_runs == 2 for each in rates.values())
+    profile = dataclasses.replace(machine("h200"), page_rates=rates)
+    assert MachineProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+    assert "random rows, pages of 2.00 MiB" in str(profile)
 
 
 def test_profiles_of_older_versions_have_no_caches():

@@ -107,6 +107,7 @@ def test_with_a_gpu_all_links_meet_in_the_host(store: Path, monkeypatch: pytest.
     )
     monkeypatch.setattr(_probe, "_measure_compute", lambda device: None)
     monkeypatch.setattr(_probe, "_measure_caches", lambda device: ((), ()))
+    monkeypatch.setattr(_probe, "measure_pages", dict)
     profile = penstock.probe(store)
     assert set(profile.tiers) == set(Tier)
     assert profile.tiers[Tier.DEVICE].capacity_bytes == 2**37

@@ -257,6 +257,25 @@ def test_compiled_graphs_have_the_values_whole(path: str):
         assert torch.equal(each, wanted)
 
 
+@pytest.mark.slow
+def test_compiled_functions_may_build_sparse_tensors(path: str):
+    """The graph breaks there, and neither `spgemm` nor what it calls is traced in pieces."""
+    b = draw(3, 4, 0.8, 1)
+
+    def run(values: Tensor) -> Tensor:
+        a = torch.sparse_csr_tensor(
+            torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), values, (2, 3)
+        )
+        pattern = product_pattern(a, b)
+        return spgemm(a, b).values() + spgemm(2 * a, b, pattern=pattern).values()
+
+    values = torch.randn(3, dtype=b.dtype, requires_grad=True)
+    out, expected = torch.compile(run, backend="aot_eager")(values), run(values)
+    assert torch.equal(out, expected)
+    (grad,), (wanted,) = (torch.autograd.grad(each.sum(), values) for each in (out, expected))
+    assert torch.equal(grad, wanted)
+
+
 def malformed(offsets: list[int], columns: list[int]) -> Tensor:
     return torch.sparse_csr_tensor(
         torch.tensor(offsets), torch.tensor(columns), torch.ones(len(columns)), (2, 2),

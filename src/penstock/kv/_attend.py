@@ -87,9 +87,16 @@ def _attend_few(
     step = _Step(pool.platform, state, query, rule, visibility, first_token, is_noted)
     chosen = None if selector is None else selector.select(query, layer, pool)
     if chosen is None and not is_noted and step.reads_all:
-        resident = pool.find_resident(layer, step.first_block)
+        resident = pool.resident.find_all(state, layer, step.first_block)
         if resident is not None and resident.addresses is not None:
             step.attention.add(resident.addresses, resident.counts, *step.all_operands())
+            return step.result
+    if chosen is not None and step.is_unmasked:
+        operands = pool.resident.find_chosen(state, layer, step.first_block, chosen)
+        if operands is not None:
+            block_lse = step.attention.add(*operands, with_block_lse=is_noted)
+            if block_lse is not None:
+                selector.note(layer, chosen, step.sum_shares(block_lse[..., :-1]))
             return step.result
     is_read = step.find_read(chosen)
     c, b, h = np.nonzero(is_read.transpose(2, 0, 1))  # block after block
@@ -168,6 +175,11 @@ class _Step:
         """The result, and its log-sum-exp; None where nothing was attended to."""
         attention = self.attention
         return (attention.out, attention.lse) if attention.has_parts else None
+
+    @property
+    def is_unmasked(self) -> bool:
+        """True where each query sees each token, with nothing added to the scores."""
+        return self._seen is None and self._bias is None
 
     @property
     def reads_all(self) -> bool:
@@ -251,14 +263,18 @@ class _Step:
         heads = self._shape[1] if tensor.dtype == torch.bool else Hq
         return some.flatten(-2).expand(B, heads, n, -1)
 
-    def shares(self, is_read: np.ndarray) -> _Part:
-        """Return the blocks that were read, -1 elsewhere, and their shares of the weights."""
-        H = is_read.shape[1]
+    def sum_shares(self, block_lse: torch.Tensor) -> torch.Tensor:
+        """Return the shares of records `(B, Hq, n, k)` of the weights, by KV head, `(B, H, k)`."""
         lse = self.attention.lse
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        weights = lse.new_zeros(is_read.shape)
+        share = (block_lse - lse.unsqueeze(-1)).exp()
+        return share.unflatten(1, (self._shape[1], -1)).sum((2, 3))
+
+    def shares(self, is_read: np.ndarray) -> _Part:
+        """Return the blocks that were read, -1 elsewhere, and their shares of the weights."""
+        weights = self.attention.lse.new_zeros(is_read.shape)
         for first, block_lse in self._block_lse:
-            share = (block_lse - lse.unsqueeze(-1)).exp().unflatten(1, (H, -1)).sum((2, 3))
+            share = self.sum_shares(block_lse)
             weights[:, :, first : first + share.shape[2]] += share
         blocks = np.where(is_read, np.arange(is_read.shape[2]) + self.first_block, -1)
         used = is_read.any((0, 1))

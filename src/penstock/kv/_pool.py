@@ -24,7 +24,7 @@ from penstock.kv._prefix import save_pool, show_blocks, take_layer
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._reads import Groups
 from penstock.kv._report import PoolReport
-from penstock.kv._resident import ResidentLayer
+from penstock.kv._resident import ResidentLayers
 from penstock.kv._selector import name_of, resolve_selector
 from penstock.kv._tiers import PoolTiers
 from penstock.kv._uncopied import Owner
@@ -96,7 +96,6 @@ class BlockPool(Owner):
         self._selected_layers = selected_layers
         self.ledger = Ledger()
         self._layers: dict[int, LayerBlocks] = {}
-        self._resident: dict[int, ResidentLayer] = {}
         budget_bytes = parse_bytes(device_memory, name="device_memory")
         if host_memory is None and store is not None:
             host_memory = 0
@@ -300,7 +299,6 @@ class BlockPool(Owner):
         reads.drop_ahead()
         self._tiers.close()
         self._layers.clear()
-        self._resident.clear()
         for tier in Tier:
             self.ledger.add(tier, -self.ledger.resident(tier))
         self._tiers = self._make_tiers(prefix=None)
@@ -375,24 +373,14 @@ class BlockPool(Owner):
         """Have blocks of so many bytes pass at once, as `DeviceTier.make_chunks` does."""
         self._tiers.device.make_chunks(num_bytes)
 
+    @property
+    def resident(self) -> ResidentLayers:
+        """Layers whose records are all on the device."""
+        return self._tiers.resident
+
     def bring_to_host(self, addresses: np.ndarray, num_bytes: int) -> Groups:
         """Yield pieces at addresses that the CPU can read, as `PageTiers.bring_to_host` does."""
         return self._tiers.lower.bring_to_host(addresses, num_bytes)
-
-    def find_resident(self, layer: int, first_block: int) -> ResidentLayer | None:
-        """Return records from a block on, and the tail, for a step, which counts as reading them.
-
-        Returns:
-            None where a block was dropped, or a record is not resident.
-        """
-        state, device = self._layers[layer], self._tiers.device
-        found = self._resident.get(layer)
-        if found is None or not found.is_of(state, device.version, first_block):
-            found = self._resident[layer] = ResidentLayer.find(state, device, first_block)
-        if found.addresses is None:
-            return None
-        self._tiers.reads.count_hits(state.layout, found.records)
-        return found
 
     def report(self) -> PoolReport:
         """Return bytes per tier and counts so far."""

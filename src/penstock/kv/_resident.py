@@ -9,6 +9,59 @@ import torch
 
 from penstock.kv._blocks import LayerBlocks
 from penstock.kv._device import DeviceTier
+from penstock.kv._pages import PageTable
+from penstock.kv._reads import BlockReads
+
+
+class ResidentLayers:
+    """Layers whose records are all resident, as of their last steps."""
+
+    def __init__(self, pages: PageTable, device: DeviceTier, reads: BlockReads) -> None:
+        self._pages, self._device, self._reads = pages, device, reads
+        self._layers: dict[int, ResidentLayer] = {}
+
+    def find_all(self, state: LayerBlocks, layer: int, first_block: int) -> ResidentLayer | None:
+        """Return records from a block on, and the tail, for a step, which counts as reading them.
+
+        Returns:
+            None where a block was dropped, or a record is not resident.
+        """
+        found = self._look_up(state, layer, first_block)
+        if found.addresses is None:
+            return None
+        self._reads.count_hits(state.layout, found.records)
+        return found
+
+    def find_chosen(
+        self, state: LayerBlocks, layer: int, first_block: int, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return addresses and counts of chosen blocks and the tail, as `find_all` for a step.
+
+        Args:
+            state: The layer's blocks.
+            layer: Its number.
+            first_block: Number of the first block that may be read.
+            chosen: Numbers of blocks, int64 `(B, H, k)`, distinct for each sequence and head.
+
+        Returns:
+            Both `(B, H, k + 1)`; None also where some are fills, or are in several sequences.
+        """
+        found = self._look_up(state, layer, first_block)
+        if found.addresses is None:
+            return None
+        pages = found.find_pages(self._device.platform.to_host(chosen))
+        if pages is None or (len(pages) > 1 and (self._pages.references[pages] > 1).any()):
+            return None
+        heads = state.layout.num_heads
+        records = pages * heads + np.arange(heads)[:, None]
+        self._reads.count_hits(state.layout, records.ravel())
+        return found.operands(chosen)
+
+    def _look_up(self, state: LayerBlocks, layer: int, first_block: int) -> ResidentLayer:
+        found = self._layers.get(layer)
+        if found is None or not found.is_of(state, self._device.version, first_block):
+            found = self._layers[layer] = ResidentLayer.find(state, self._device, first_block)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +108,33 @@ class ResidentLayer:
             table,
             state.tail,
         )
+
+    def find_pages(self, blocks: np.ndarray) -> np.ndarray | None:
+        """Return the pages of blocks.
+
+        Args:
+            blocks: Numbers, int64 `(B, H, k)`, distinct for each sequence and head.
+
+        Returns:
+            Pages, of the same shape; None where a number is a fill, or not of these blocks.
+        """
+        if blocks.shape[:2] != self.counts.shape[:2] or not blocks.shape[2]:
+            return None
+        columns = blocks - self._first_block if self._first_block else blocks
+        if columns.min() < 0 or columns.max() >= self._table.shape[1]:
+            return None
+        return self._table[np.arange(len(columns))[:, None, None], columns]
+
+    def operands(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return addresses and counts of some blocks and, last, of the tail.
+
+        Args:
+            blocks: As of `find_pages`, on the device.
+        """
+        assert self.addresses is not None
+        columns = blocks - self._first_block if self._first_block else blocks
+        addresses = torch.cat([self.addresses.gather(2, columns), self.addresses[..., -1:]], dim=2)
+        return addresses, self.counts[..., -addresses.shape[2] :]  # of full blocks, and the tail
 
     def is_of(self, state: LayerBlocks, version: int, first_block: int) -> bool:
         """Return whether this holds for a layer now; if so, count its tail."""

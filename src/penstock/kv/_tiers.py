@@ -17,6 +17,7 @@ from penstock.kv._platform import Platform
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._reads import BlockReads
 from penstock.kv._report import PoolReport
+from penstock.kv._resident import ResidentLayers
 from penstock.memory import FileStore, Ledger, Link, Tier
 
 
@@ -41,6 +42,7 @@ class PoolTiers:
         writes: Storing of full blocks.
         inputs: Kept inputs; None where they are not.
         reads: Reading of records.
+        resident: Layers whose records are all on the device.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PoolTiers:
         self.writes = BlockWrites(*parts)
         self.inputs = None if recompute is None else InputPages(*parts, ledger, recompute)
         self.reads = BlockReads(*parts, ledger, self.inputs)
+        self.resident = ResidentLayers(self.pages, self.device, self.reads)
 
     def add_layer(self, layer: int, layout: BlockLayout, inputs: torch.Tensor | None) -> None:
         """Make room for a layer to pass the buffers, with inputs such as `(B, n, width)` or none.

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from penstock.codegen import load_optional_library
 from penstock.memory._profile import CacheProfile, LinkProfile
-from penstock.memory.pages import map_anonymous
+from penstock.memory.pages import (
+    HUGE_PAGE_BYTES,
+    MADV_HUGEPAGE,
+    MADV_NOHUGEPAGE,
+    PAGE_BYTES,
+    advise,
+    map_anonymous,
+    round_up,
+)
 from penstock.memory.raw_memory import address_of
 from penstock.units import parse_bytes
 
@@ -20,10 +28,14 @@ _DIRECTORY = Path("/sys/devices/system/cpu/cpu0/cache")
 _SOURCE = Path(__file__).with_name("read_rate.cpp")
 _SHARED_BYTES = 16 * 2**20  # of a shared cache, of which a process has a part
 _LEAST_MEMORY_BYTES, _MOST_MEMORY_BYTES = 2**26, 2**29
-_FUNCTIONS = {"penstock_read": (ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64])}
+_TYPES = (ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64])
+_FUNCTIONS = {"penstock_read": _TYPES, "penstock_read_random": _TYPES}
 _NUM_RUNS = 5
 _BLOCK_BYTES = 4096
 _RUN_BYTES = 2**28  # read in one run, in as many sweeps as that takes
+_RANDOM_BYTES = 2**28  # in which random rows lie: behind the caches, and 128 huge pages
+_ROW_BYTES = 256  # of `penstock_read_random`
+_NUM_ROWS_READ = 2**18  # in one run
 
 
 def find_caches(directory: Path = _DIRECTORY) -> tuple[CacheProfile, ...]:
@@ -88,6 +100,40 @@ def measure_caches(
     if len(measured) > 1:
         measured[-1] = _find_share(reader, measured[-1], measured[-2], memory_rates[0])
     return tuple(measured), memory_rates
+
+
+def measure_pages(
+    *, num_runs: int = _NUM_RUNS, num_bytes: int = _RANDOM_BYTES
+) -> dict[int, LinkProfile]:
+    """Measure the rate at which one core reads random rows of 256 bytes, by the size of the pages.
+
+    A row of a page that the translation cache does not have costs a walk through the page tables;
+    of huge pages the cache reaches 512 times as far, and a walk is shorter.
+
+    Args:
+        num_runs: Runs of each.
+        num_bytes: Memory in which the rows lie.
+
+    Returns:
+        Rates by the bytes of a page, pages of the machine's size first, then huge ones; empty
+        without a compiler. A kernel without huge pages gives small ones for both.
+    """
+    library = _load()
+    if library is None:
+        return {}
+    rates = {}
+    for page_bytes, advice in ((PAGE_BYTES, MADV_NOHUGEPAGE), (HUGE_PAGE_BYTES, MADV_HUGEPAGE)):
+        memory = map_anonymous(num_bytes + HUGE_PAGE_BYTES, private=True)
+        base = round_up(address_of(memory), HUGE_PAGE_BYTES)
+        advise(base, num_bytes, advice)
+        memory.write(b"\x01" * len(memory))
+        runs = []
+        for _ in range(num_runs + 1):
+            start = time.perf_counter()
+            library.penstock_read_random(base, num_bytes // _ROW_BYTES, _NUM_ROWS_READ)
+            runs.append(_NUM_ROWS_READ * _ROW_BYTES / (time.perf_counter() - start))
+        rates[page_bytes] = LinkProfile.of(runs[1:])
+    return rates
 
 
 def _load() -> ctypes.CDLL | None:

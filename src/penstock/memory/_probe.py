@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from penstock.codegen import cache_entry
 from penstock.errors import StoreUnavailableError
-from penstock.memory._caches import find_caches, measure_caches
+from penstock.memory._caches import find_caches, measure_caches, measure_pages
 from penstock.memory._extent_file import Extent, ExtentFile
 from penstock.memory._ledger import Link, Tier
 from penstock.memory._profile import (
@@ -41,7 +41,7 @@ from penstock.memory.raw_memory import address_of, copy_bytes
 _log = logging.getLogger(__name__)
 
 _FILE_NAME = "profile.json"
-_SCHEMA = 5  # of the cached files: raise it when what is measured changes
+_SCHEMA = 6  # of the cached files: raise it when what is measured changes
 _MIN_RUNS, _MAX_RUNS = 3, 9
 _LINK_SECONDS = 1.0  # aim for one link, once it has its least number of runs
 _RUN_SECONDS = 0.1
@@ -190,6 +190,7 @@ def _measure(device: _ProbedDevice, store: FileStore | None) -> MachineProfile:
         both_ways=both_ways,
         caches=caches,
         memory_rates=memory_rates,
+        page_rates=measure_pages(),
     )
 
 

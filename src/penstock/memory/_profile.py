@@ -141,6 +141,8 @@ class MachineProfile:
         caches: Caches of the device, the nearest to the processor first; empty where unknown.
         memory_rates: How fast the memory behind the caches is read: by one core, and by all of them
             together; empty on a GPU, and where it was not measured.
+        page_rates: How fast one core reads random rows of 256 bytes, by the bytes of the pages that
+            they lie in: small ones and huge ones; empty where it was not measured.
         peer: How fast a device receives from others of its node; None where that is unknown.
         network: How fast it receives from devices of other nodes; None where that is unknown.
         devices_per_node: Devices that `peer` joins.
@@ -161,6 +163,7 @@ class MachineProfile:
     measured_at: float = 0.0
     caches: tuple[CacheProfile, ...] = ()
     memory_rates: tuple[LinkProfile, ...] = ()
+    page_rates: dict[int, LinkProfile] = field(default_factory=dict)
     peer: LinkProfile | None = None
     network: LinkProfile | None = None
     devices_per_node: int = 8
@@ -183,7 +186,7 @@ class MachineProfile:
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as plain data for JSON: fields by name, tiers and links by value."""
         data = asdict(self)
-        for name in ("tiers", "links", "both_ways"):
+        for name in ("tiers", "links", "both_ways", "page_rates"):
             data[name] = {str(key): profile for key, profile in data[name].items()}
         return data
 
@@ -222,6 +225,10 @@ class MachineProfile:
             rows.append((f"{cache.name} cache, {size}", rate))
         of = ("memory, one core", "memory, all cores")
         rows += zip(of, self.memory_rates, strict=False)
+        rows += [
+            (f"random rows, pages of {format_bytes(page_bytes)}", rate)
+            for page_bytes, rate in self.page_rates.items()
+        ]
         if self.compute is not None:
             rows += [
                 (f"compute, {dtype}", f"{rate / 1e12:.3g} TFLOP/s")

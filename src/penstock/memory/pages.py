@@ -19,7 +19,7 @@ DIRECT_IO_BYTES = 4096
 """Offsets and lengths of direct file I/O are multiples of this, whatever a page is."""
 
 # Of Linux; another kernel refuses the advice, and memory is as good without.
-MADV_HUGEPAGE = 14
+MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15
 MADV_POPULATE_WRITE = 23  # since Linux 5.14
 MAP_FIXED = 0x10
 

@@ -7,6 +7,8 @@ namespace {
 typedef uint64_t Vector __attribute__((vector_size(64)));
 constexpr int64_t kVectors = 8;  // sums that do not wait for each other
 
+constexpr int64_t kRowVectors = 4;  // of a random row: 256 bytes
+
 }  // namespace
 
 // Returns the sum of the words, so that no read is left out. `num_bytes` are read in whole blocks of
@@ -24,5 +26,23 @@ extern "C" uint64_t penstock_read(const Vector* vectors, int64_t num_bytes, int6
     for (int64_t word = 0; word < 8; ++word) total += sums[0][word];
     asm volatile("" : : "r"(total) : "memory");  // the next sweep reads again
   }
+  return total;
+}
+
+// Reads `num_reads` random rows of the first `num_rows`, each at a multiple of its length, and
+// returns a sum as above. The rows' numbers are those of a linear congruential generator (Knuth,
+// MMIX), so no row waits for another one.
+extern "C" uint64_t penstock_read_random(const Vector* vectors, int64_t num_rows,
+                                         int64_t num_reads) {
+  Vector sums[kRowVectors] = {};
+  uint64_t state = static_cast<uint64_t>(num_rows);
+  for (int64_t read = 0; read < num_reads; ++read) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const uint64_t row = (state >> 32) * static_cast<uint64_t>(num_rows) >> 32;
+    const Vector* at = vectors + row * kRowVectors;
+    for (int64_t lane = 0; lane < kRowVectors; ++lane) sums[lane] += at[lane];
+  }
+  uint64_t total = 0;
+  for (int64_t lane = 0; lane < kRowVectors; ++lane) total += sums[lane][0];
   return total;
 }

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from penstock.traversal._graph import CSRGraph
+from penstock.traversal._lists import check_seeds, read_entries
 from penstock.unified import UnifiedTensor, unify
-
-_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,16 +120,32 @@ class NeighborSampler:
             TypeError: `edge_index` does not hold integers.
             ValueError: `edge_index` has another shape, or a node that the graph does not have.
         """
-        _check_edges(edge_index, num_nodes)
-        source, target = edge_index.cpu()
-        order = torch.argsort(target, stable=True)
-        degrees = torch.bincount(target, minlength=num_nodes)
+        graph = CSRGraph.from_edges(edge_index, num_nodes, edge_ids=True)
+        return cls.from_graph(graph, fanouts=fanouts, replace=replace)
+
+    @classmethod
+    def from_graph(
+        cls, graph: CSRGraph, *, fanouts: Sequence[int], replace: bool = False
+    ) -> NeighborSampler:
+        """Return a sampler of a graph, whose tables are shared and whose tensors are copied.
+
+        Args:
+            graph: The graph.
+            fanouts: Neighbours per node at each hop; -1 takes all of them.
+            replace: Whether a neighbour may be taken more than once.
+
+        Raises:
+            TypeError: `graph` is no `CSRGraph`.
+            ValueError: `fanouts` makes no sense.
+        """
+        if not isinstance(graph, CSRGraph):
+            raise TypeError(f"graph: expected a CSRGraph, got {type(graph).__name__}")
         return cls(
-            torch.cat([degrees.new_zeros(1), degrees.cumsum(0)]),
-            _narrow(source[order], num_nodes),
+            graph.indptr,
+            graph.indices,
             fanouts=fanouts,
             replace=replace,
-            edge_ids=_narrow(order, len(order)),
+            edge_ids=graph.edge_ids,
         )
 
     @property
@@ -164,7 +180,7 @@ class NeighborSampler:
             TypeError: `seeds` does not hold integers.
             ValueError: `seeds` has another shape, or the graph is damaged.
         """
-        seeds = self._check_seeds(seeds)
+        seeds = check_seeds(seeds, self.num_nodes)
         node_ids = frontier = seeds
         begin = 0  # of the frontier in `node_ids`
         edges, edge_ids, num_nodes, num_edges = [], [], [len(seeds)], [0]
@@ -174,7 +190,7 @@ class NeighborSampler:
             places += starts[owners]
             found = self._read_neighbors(places)
             edge_ids.append(
-                places if self._edge_ids is None else _read_entries(self._edge_ids, places)
+                places if self._edge_ids is None else read_entries(self._edge_ids, places)
             )
             node_ids, local = _append_new(node_ids, found)
             edges.append(torch.stack([local, owners + begin]))
@@ -190,24 +206,9 @@ class NeighborSampler:
             num_edges=tuple(num_edges),
         )
 
-    def _check_seeds(self, seeds: torch.Tensor) -> torch.Tensor:
-        if not isinstance(seeds, torch.Tensor) or seeds.dtype not in _INTEGERS:
-            found = seeds.dtype if isinstance(seeds, torch.Tensor) else type(seeds).__name__
-            raise TypeError(f"seeds: expected a tensor of integers, got {found}")
-        if seeds.dim() != 1:
-            raise ValueError(f"seeds: expected shape (n,), got {tuple(seeds.shape)}")
-        seeds = seeds.long()
-        wrong = ((seeds < 0) | (seeds >= self.num_nodes)).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
-            raise IndexError(
-                f"seeds[{at}] is {int(seeds[at])}, but the graph has {self.num_nodes} nodes"
-            )
-        return seeds
-
     def _read_lists(self, nodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the start of the list of some nodes' neighbours, and its length."""
-        both = _read_entries(self._starts, torch.stack([nodes, nodes + 1]))
+        both = read_entries(self._starts, torch.stack([nodes, nodes + 1]))
         starts, degrees = both[0], both[1] - both[0]
         if len(degrees) and int(degrees.min()) < 0:
             node = int(nodes[degrees.argmin()])
@@ -216,7 +217,7 @@ class NeighborSampler:
 
     def _read_neighbors(self, places: torch.Tensor) -> torch.Tensor:
         """Return the neighbours at some places of the list; raise for one that is no node."""
-        found = _read_entries(self._neighbors, places)
+        found = read_entries(self._neighbors, places)
         wrong = ((found < 0) | (found >= self.num_nodes)).nonzero()
         if len(wrong):
             at = int(wrong[0])
@@ -225,22 +226,6 @@ class NeighborSampler:
                 f"{self.num_nodes} nodes"
             )
         return found
-
-
-def _check_edges(edge_index: Any, num_nodes: int) -> None:
-    if not isinstance(edge_index, torch.Tensor) or edge_index.dtype not in _INTEGERS:
-        found = getattr(edge_index, "dtype", type(edge_index).__name__)
-        raise TypeError(f"edge_index: expected integers, got {found}")
-    if edge_index.dim() != 2 or len(edge_index) != 2:
-        raise ValueError(
-            f"edge_index: expected shape (2, num_edges), got {tuple(edge_index.shape)}"
-        )
-    if edge_index.numel():
-        low, high = int(edge_index.min()), int(edge_index.max())
-        if low < 0 or high >= num_nodes:
-            raise ValueError(
-                f"edge_index: names node {low if low < 0 else high}, but num_nodes={num_nodes}"
-            )
 
 
 def _parse_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
@@ -253,17 +238,6 @@ def _parse_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
             f"fanouts={fanouts!r}: expected numbers above zero, or -1 for all, such as [10, 5]"
         )
     return numbers
-
-
-def _read_entries(table: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
-    """Return `table[index]` as int64, on the device of the index."""
-    out = torch.empty(index.shape, dtype=table.dtype, device=index.device)
-    return table.gather_rows(index, out=out).long()
-
-
-def _narrow(values: torch.Tensor, bound: int) -> torch.Tensor:
-    """Return the values as int32, where the bound of their values allows it."""
-    return values.to(torch.int32 if bound <= torch.iinfo(torch.int32).max else torch.int64)
 
 
 def _make_table(source: Any, name: str) -> UnifiedTensor:

@@ -12,12 +12,28 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import NodeLoader
 from torch_geometric.sampler.base import SubgraphType
 
+from penstock.batching import BalancedBatchSampler
 from penstock.errors import StoreReadError
 from penstock.integrations.pyg import NeighborLoader, UnifiedFeatureStore, UnifiedSampler
-from penstock.traversal import NeighborSampler
+from penstock.traversal import CSRGraph, NeighborSampler, khop_costs
 from penstock.unified import unify
 
 NUM_NODES = 80
+
+
+def test_batches_of_closures_under_a_cap():
+    """A sampler of batches by the bytes of closures gives the loader its seeds."""
+    edges = torch.randint(0, 500, (2, 1500), generator=torch.Generator().manual_seed(0))
+    data = Data(x=torch.arange(500.0)[:, None], edge_index=edges)
+    costs = khop_costs(CSRGraph.from_pyg(data), torch.arange(500), 2)
+    sampler = BalancedBatchSampler(costs.batch_costs, max_bytes=30_000)
+    seeds = []
+    for batch in NeighborLoader(data, [-1, -1], batch_sampler=sampler):
+        seeds += batch.input_id.tolist()
+        bound = int(costs.num_nodes[batch.input_id].sum())
+        assert batch.batch_size <= batch.num_nodes <= bound
+        assert costs.batch_costs.of_batch(batch.input_id) <= 30_000
+    assert sorted(seeds) == list(range(500)) and len(sampler) > 10
 
 
 @pytest.fixture(params=["tensor", "memory", "file"])

@@ -122,19 +122,19 @@ class BudgetSelector:
         """Return the `budget` best blocks, ascending, always with the sinks and recent ones."""
         return top_blocks(self._force(scores), budget).sort(dim=-1).values
 
-    def _force(self, scores: Tensor) -> Tensor:
-        """Return a copy of scores in which the sinks and recent blocks are infinite."""
+    def _force(self, scores: Tensor, value: float = math.inf) -> Tensor:
+        """Return a copy of scores in which those of the sinks and recent blocks have a value."""
         total = scores.shape[-1]
         scores = scores.clone()
-        scores[..., : self._num_sinks] = math.inf
-        scores[..., total - self._num_recent :] = math.inf
+        scores[..., : self._num_sinks] = value
+        scores[..., total - self._num_recent :] = value
         return scores
 
 
 def top_blocks(scores: Tensor, num_blocks: int) -> Tensor:
     """Return the best blocks of `(B, H, N)`, int64 `(B, H, num_blocks)`; of equals, the newest."""
-    newest_first = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-    return scores.shape[-1] - 1 - newest_first[..., :num_blocks]
+    ascending = scores.sort(dim=-1, stable=True).indices
+    return ascending[..., scores.shape[-1] - num_blocks :]
 
 
 def split_heads(query: Tensor, num_heads: int) -> Tensor:

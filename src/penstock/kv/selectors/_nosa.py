@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -134,14 +135,13 @@ class Nosa(BudgetSelector):
         if budget >= total:
             return None
         scores, *parts = self._summaries.read(layer, total)
-        forced = self._force(torch.zeros_like(scores)).isinf()
-        left = budget - int(forced[0, 0].sum())
+        left = budget - self._num_sinks - self._num_recent
         num_query = self._num_query_blocks
         if num_query is None:
             num_query = max(2, left - left // 2)
-        fit = self._fit(query, parts).masked_fill(forced, -torch.inf)
-        chosen = forced.scatter(2, top_blocks(fit, min(num_query, left)), True)
-        return top_blocks(scores.masked_fill(chosen, torch.inf), budget).sort(dim=-1).values
+        fit = self._force(self._fit(query, parts), -math.inf)
+        scores = self._force(scores).scatter_(2, top_blocks(fit, min(num_query, left)), math.inf)
+        return top_blocks(scores, budget).sort(dim=-1).values
 
     def _fit(self, query: Tensor, parts: list[Tensor]) -> Tensor:
         """Return the query-aware scores, float32 `(B, H, N)`."""

@@ -15,8 +15,6 @@
 
 namespace {
 
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-
 constexpr int64_t kMostRows = 4;           // that are computed together
 constexpr int64_t kFewProducts = 1 << 18;  // fewer are computed by one thread
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -25,8 +23,8 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 struct Call {
   const float* rows;       // (B, H, num_rows, r), contiguous
   const uint8_t* levels;   // (B, H, num_blocks, r / 2, T): low bits the even channels
-  const uint16_t* offset;  // (B, H, num_blocks, r), half precision
-  const uint16_t* step;    // the same
+  const Half* offset;      // (B, H, num_blocks, r)
+  const Half* step;        // the same
   float* best;             // (B, H, num_rows, num_blocks): the largest product
   float* sums;             // the same shape: of exp(product - best); or null
   int64_t batch;
@@ -41,27 +39,27 @@ struct Call {
   int64_t num_threads;
 };
 
-inline float widen(uint16_t half) {
-  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
-  float value;
-  std::memcpy(&value, &magnitude, sizeof value);
-  // The exponent is 5 bits at 10, and becomes 8 bits at 23: 2^112 moves its bias from 15 to 127.
-  value *= 0x1p112f;
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  bits |= (half & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
-  bits |= static_cast<uint32_t>(half & 0x8000) << 16;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+// Return a vector of bytes as integers. GCC converts them one by one where the type asks for it.
+inline Bits load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Bits>(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return reinterpret_cast<Bits>(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  Bits bytes;
+  for (int64_t i = 0; i < kLanes; ++i) bytes[i] = from[i];
+  return bytes;
+#endif
 }
 
-inline Bytes load_bytes(const uint8_t* from, int64_t count) {
-  Bytes bytes = {};
-  if (count == kLanes)
-    std::memcpy(&bytes, from, sizeof bytes);
-  else
-    std::memcpy(&bytes, from, count);
-  return bytes;
+// Return `count` bytes, at most a vector, and zeros.
+inline Bits load_bytes(const uint8_t* from, int64_t count) {
+  if (count == kLanes) return load_bytes(from);
+  uint8_t filled[kLanes] = {};
+  std::memcpy(filled, from, count);
+  return load_bytes(filled);
 }
 
 // One thread's work.
@@ -69,19 +67,16 @@ class Worker {
  public:
   explicit Worker(const Call& call)
       : call(call),
-        padded((call.num_tokens + kLanes - 1) / kLanes * kLanes),
-        offset(call.num_channels),
-        step(call.num_channels),
-        scaled(kMostRows * call.num_channels),
+        padded(divide_up(call.num_tokens, kLanes) * kLanes),
+        width(divide_up(call.num_channels, kPair) * kPair),
+        scaled(kMostRows * width),
         products(kMostRows * padded) {}
 
   void compute(int64_t block_number) {
     const int64_t head = block_number / call.num_blocks, block = block_number % call.num_blocks;
     const int64_t b = head / call.num_heads, h = head % call.num_heads, r = call.num_channels;
-    const uint16_t* offsets = call.offset + b * call.offset_batch + h * call.offset_head;
-    const uint16_t* steps = call.step + b * call.step_batch + h * call.step_head;
-    for (int64_t i = 0; i < r; ++i) offset[i] = widen(offsets[block * r + i]);
-    for (int64_t i = 0; i < r; ++i) step[i] = widen(steps[block * r + i]);
+    offset = call.offset + b * call.offset_batch + h * call.offset_head + block * r;
+    step = call.step + b * call.step_batch + h * call.step_head + block * r;
     levels = call.levels + b * call.levels_batch + h * call.levels_head +
              block * (r / 2) * call.num_tokens;
     for (int64_t row = 0; row < call.num_rows; row += kMostRows) {
@@ -98,20 +93,30 @@ class Worker {
   }
 
  private:
+  // Multiply channels of rows by their steps, and add their products with offsets to `sums`.
+  template <bool IsWhole, int Rows>
+  void scale(int64_t first, int64_t i, Vector* sums) {
+    const int64_t count = call.num_channels - i;
+    const Pair by = load_elements<IsWhole>(step + i, count);
+    const Pair shift = load_elements<IsWhole>(offset + i, count);
+    UNROLLED for (int j = 0; j < Rows; ++j) {
+      const Pair row = load_elements<IsWhole>(call.rows + (first + j) * call.num_channels + i, count);
+      store(scaled.data() + j * width + i, row.near * by.near);
+      store(scaled.data() + j * width + i + kLanes, row.far * by.far);
+      sums[j] += row.near * shift.near + row.far * shift.far;
+    }
+  }
+
   // Set the products of `Rows` rows with the tokens of a block.
   template <int Rows>
   void compute_rows(int64_t first) {
     const int64_t r = call.num_channels;
+    Vector sums[Rows] = {};
+    int64_t i = 0;
+    for (; i + kPair <= r; i += kPair) scale<true, Rows>(first, i, sums);
+    if (i < r) scale<false, Rows>(first, i, sums);
     float constant[Rows];
-    UNROLLED for (int j = 0; j < Rows; ++j) {
-      const float* row = call.rows + (first + j) * r;
-      float sum = 0.0f;
-      for (int64_t i = 0; i < r; ++i) {
-        sum += row[i] * offset[i];
-        scaled[i * Rows + j] = row[i] * step[i];
-      }
-      constant[j] = sum;
-    }
+    UNROLLED for (int j = 0; j < Rows; ++j) constant[j] = sum_lanes(sums[j]);
     for (int64_t t = 0; t < call.num_tokens; t += kLanes) {
       const int64_t count = std::min(kLanes, call.num_tokens - t);
       Vector even[Rows], odd[Rows];
@@ -121,13 +126,13 @@ class Worker {
       }
       const uint8_t* from = levels + t;
       const float* factor = scaled.data();
-      for (int64_t i = 0; i < r; i += 2, from += call.num_tokens, factor += 2 * Rows) {
-        const Bits both = __builtin_convertvector(load_bytes(from, count), Bits);
+      for (int64_t i = 0; i < r; i += 2, from += call.num_tokens, factor += 2) {
+        const Bits both = load_bytes(from, count);
         const Vector low = __builtin_convertvector(both & 15, Vector);
         const Vector high = __builtin_convertvector(both >> 4, Vector);
         UNROLLED for (int j = 0; j < Rows; ++j) {
-          even[j] += factor[j] * low;
-          odd[j] += factor[Rows + j] * high;
+          even[j] += factor[j * width] * low;
+          odd[j] += factor[j * width + 1] * high;
         }
       }
       UNROLLED for (int j = 0; j < Rows; ++j) {
@@ -152,9 +157,11 @@ class Worker {
 
   const Call& call;
   const int64_t padded;  // tokens, to whole vectors
+  const int64_t width;   // channels, to whole pairs of vectors
   const uint8_t* levels = nullptr;
-  std::vector<float> offset, step;
-  std::vector<float> scaled;    // (r, Rows): rows times steps
+  const Half* offset = nullptr;
+  const Half* step = nullptr;
+  std::vector<float> scaled;    // (kMostRows, width): rows times steps
   std::vector<float> products;  // (kMostRows, padded)
 };
 

@@ -26,7 +26,9 @@ def group_rational(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
         torch.Size([4, 100, 64])
 
     Args:
-        x: `(..., C)`, float32, float16, bfloat16 or float64. Sums are of float32 at least.
+        x: `(..., C)`, float32, float16, bfloat16 or float64. Sums are of float32 at least; where a
+            power overflows (in float32 with m = 5 beyond |x| = 5e7), y is what the formula gives
+            with infinities, NaN among it.
         numerator: `(G, m + 1)`, or `(1, m + 1)` for all groups; G divides C, and group g has the
             channels `g * C / G` to `(g + 1) * C / G`. Of any of these dtypes.
         denominator: `(G, n)`, or `(1, n)`; n may be 0, for a polynomial.

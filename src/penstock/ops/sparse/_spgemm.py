@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from penstock.compat.autograd import is_dispatch_watched
+from penstock.compat.dynamo import run_uncompiled
 from penstock.ops._operands import check_operand, sum_dtype
 from penstock.ops.sparse._operands import read_operand
 from penstock.ops.sparse._operator import spgemm_pattern, spgemm_values
 from penstock.ops.sparse._product import ProductOperands, assemble, multiply
 from penstock.ops.sparse._rows import Rows
 
+_UNCOMPILED = "sparse tensors are not traced; `ProductPattern.multiply` has dense operands"
 
+
+@run_uncompiled(reason=_UNCOMPILED)
 def spgemm(
     a: Tensor,
     b: Tensor,
@@ -57,6 +61,7 @@ def spgemm(
     return _multiply(a, b, mask, pattern, max_bytes)
 
 
+@run_uncompiled(reason=_UNCOMPILED)
 def product_pattern(
     a: Tensor, b: Tensor, *, mask: Tensor | None = None, max_bytes: int | str | None = None
 ) -> ProductPattern:
@@ -189,7 +194,7 @@ def _multiply(
         call = ProductOperands.of(
             left, right, None if mask is None else _read_mask(mask, left, right), max_bytes
         )
-        if not (is_dispatch_watched() or torch.compiler.is_compiling()):
+        if not is_dispatch_watched():
             return multiply(left_values, right_values, call, a.layout)
         pattern = _find(call)  # made of operators, which are seen
     else:

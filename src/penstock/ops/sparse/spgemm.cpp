@@ -259,15 +259,17 @@ struct FewProducts {
   template <class Index>
   void read(const Matrix<Index>& a, const Matrix<Index>& b, const Real* left, const Real* right,
             int64_t from, int64_t upto) {
-    count = 0;
+    int64_t at = 0;  // not the member: each store of a column might change that
     for (int64_t p = from; p < upto; ++p) {
-      const int64_t k = a.columns[p];
-      for (int64_t q = b.offsets[k]; q < b.offsets[k + 1]; ++q) {
-        columns[count] = static_cast<int32_t>(b.columns[q]);
-        values[count] = left == nullptr ? Real{} : left[p] * right[q];
-        ++count;
-      }
+      const int64_t k = a.columns[p], first = b.offsets[k], end = b.offsets[k + 1];
+      for (int64_t q = first; q < end; ++q)
+        columns[at + q - first] = static_cast<int32_t>(b.columns[q]);
+      if (left != nullptr)
+        for (int64_t q = first; q < end; ++q) values[at + q - first] = left[p] * right[q];
+      at += end - first;
     }
+    if (left == nullptr) std::fill_n(values, at, Real{});
+    count = at;
   }
 
   // Write the columns of C to `to` and the sums, if there is room, and what may be beyond the end of
@@ -288,21 +290,31 @@ struct FewProducts {
   }
 
  private:
+  typedef int32_t Loose __attribute__((vector_size(kLanes * 4), may_alias));
+
   // Set of each product the number of columns that are below its own.
   void rank() {
-    for (int64_t first = 0; first < count;)
-      first += count - first > 2 * kLanes ? rank_vectors<4>(first) : rank_vectors<2>(first);
+    for (int64_t first = 0; first < count;) {
+      const int64_t left = count - first;
+      first += left > 2 * kLanes ? rank_vectors<4>(first)
+               : left > kLanes   ? rank_vectors<2>(first)
+                                 : rank_vectors<1>(first);
+    }
   }
 
+  // Vectors are read as such: copied as bytes they would be halves, of which none is read whole.
   template <int Count>
   int64_t rank_vectors(int64_t first) {
     Bits own[Count], below[Count] = {};
-    std::memcpy(own, columns + first, sizeof own);
+    UNROLLED for (int v = 0; v < Count; ++v)
+      own[v] = *reinterpret_cast<const Loose*>(columns + first + v * kLanes);
     for (int64_t i = 0; i < count; ++i)
       UNROLLED for (int v = 0; v < Count; ++v) below[v] -= columns[i] < own[v];
-    std::memcpy(ranks + first, below, sizeof below);
-    std::fill_n(sorted + first, Count * kLanes, -1);
-    std::fill_n(totals + first, Count * kLanes, Real{});
+    UNROLLED for (int v = 0; v < Count; ++v) {
+      *reinterpret_cast<Loose*>(ranks + first + v * kLanes) = below[v];
+      *reinterpret_cast<Loose*>(sorted + first + v * kLanes) = Bits{} - 1;
+    }
+    std::memset(totals + first, 0, Count * kLanes * sizeof(Real));
     return Count * kLanes;
   }
 };

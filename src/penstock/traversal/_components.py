@@ -1,0 +1,81 @@
+"""Connected components: within each rank at once, then over the nodes that ranks share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.traversal._graph import CSRGraph
+from penstock.traversal._rank_graph import RankGraph, as_rank_graph
+
+
+def connected_components(graph: CSRGraph | RankGraph) -> Tensor:
+    """Return the smallest node of each node's component, whatever the direction of the edges.
+
+    Over ranks each finds the components of its own lists, halo included. Then owners and the ranks
+    that have a node in their halo exchange the smallest ids that they know, until none changes.
+
+    Example:
+        >>> edges = torch.tensor([[4, 1], [2, 3]])
+        >>> connected_components(CSRGraph.from_edges(edges, 5)).tolist()
+        [0, 1, 2, 1, 2]
+
+    Args:
+        graph: The graph, or this rank's part of it; all ranks call.
+
+    Returns:
+        int64 of shape (num_nodes,), for a `RankGraph` of shape (num_own,) in the order of
+        `graph.nodes`.
+
+    Raises:
+        RankError: Another rank has ended, or does not answer.
+        TypeError: `graph` is something else.
+        ValueError: The graph is damaged.
+    """
+    part = as_rank_graph(graph)
+    roots = _find_roots(part)
+    num_own = part.num_own
+    # The smallest id of each rank's component stands at its root; other places are not used.
+    least = torch.full_like(roots, part.num_nodes)
+    for begin in range(0, len(roots), part.block_entries):
+        root = roots[begin : begin + part.block_entries].long()
+        ids = part.id_of(torch.arange(begin, begin + len(root)))
+        least.scatter_reduce_(0, root, ids.to(least.dtype), "amin")
+    while part.num_halo or part.exchange.num_ranks > 1:
+        own, halo = least[roots[:num_own]], least[roots[num_own:]]
+        part.push_halo(halo, own, "amin", "components to owners")
+        halo = torch.minimum(halo, part.pull_halo(own, "components from owners"))
+        before = least.clone()
+        least.scatter_reduce_(0, roots.long(), torch.cat([own, halo]), "amin")
+        if not part.exchange.total(int((before != least).sum())):
+            break
+    return least[roots[:num_own]].long()
+
+
+def _find_roots(part: RankGraph) -> Tensor:
+    """Return the smallest number in the component of each node that the rank knows.
+
+    Labels of both ends of an edge are hooked to the smaller one, and labels to those that these
+    have, until no edge joins two (Shiloach and Vishkin 1982). A hook may take the place of another
+    in the same sweep; the next one sees its edge again.
+    """
+    roots = torch.arange(part.num_own + part.num_halo)
+    roots = roots.to(torch.int32 if len(roots) < 2**31 and part.num_nodes < 2**31 else torch.int64)
+    while True:
+        num_joined = 0
+        for begin, end in part.split_own():
+            degrees, entries = part.read_own(begin, end)
+            here = roots[begin:end].repeat_interleave(degrees)
+            there = roots.index_select(0, entries)
+            differs = here != there
+            here, there = here[differs], there[differs]
+            num_joined += len(here)
+            high = torch.maximum(here, there).long()
+            roots.scatter_reduce_(0, high, torch.minimum(here, there), "amin")
+        if not num_joined:
+            return roots
+        while True:
+            shorter = roots.index_select(0, roots)
+            if torch.equal(shorter, roots):
+                break
+            roots = shorter

@@ -1,0 +1,465 @@
+"""A graph over several ranks: each has the lists of the nodes that it owns, and no others.
+
+A rank numbers the nodes that it knows by itself: first its own, in rising order of their ids, then
+its halo, the nodes of other ranks in its lists. The halo stands owner by owner, so that what is
+sent about it is a few consecutive parts, and each owner knows where in its own nodes these are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from penstock.tables import Report
+from penstock.traversal._exchange import Exchange, find_group
+from penstock.traversal._graph import CSRGraph, Flow
+from penstock.traversal._lists import in_memory, narrow, read_entries
+from penstock.traversal._ownership import MOST_RANKS, Ownership, Split, find_ownership
+from penstock.unified import unify
+
+_BLOCK_ENTRIES = 2**16
+_BLOCK_NODES = 2**14
+_WIDEST_PART = 16  # a block has at most this part of a rank's entries, so that all is near 1/ranks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankGraphReport(Report, title="penstock.traversal.RankGraph"):
+    """The account of a rank's part of a graph, and of the exchanges that were made with it."""
+
+    rank: int
+    """Number of the rank."""
+    num_ranks: int
+    """Ranks."""
+    num_nodes: int
+    """Nodes that the rank owns."""
+    num_edges: int
+    """Entries of their lists."""
+    num_halo: int
+    """Nodes of other ranks in these lists, each once: the rank's part of the cut."""
+    graph_bytes: int
+    """Bytes of the lists, of ids and of what is known of other ranks; zero for lists that the graph
+    itself has, in one process."""
+    num_messages: dict[str, int]
+    """Nodes about which the rank has told others, by the kind of message."""
+    sent_bytes: dict[str, int]
+    """Bytes of these messages."""
+
+
+class RankGraph:
+    """The part of a graph that belongs to one rank of a process group.
+
+    All ranks make it from the same graph, and then call the same functions in the same order:
+    `bfs`, `connected_components`, `pagerank`, `khop`, `infer_layers`. The results for a rank's
+    nodes are on that rank. From lists in files a rank reads those of its nodes only.
+
+    Example:
+        >>> graph = CSRGraph([0, 1, 2, 3], [1, 2, 0])
+        >>> part = RankGraph(graph)  # in one process: all of it
+        >>> part.nodes.tolist(), part.num_halo
+        ([0, 1, 2], 0)
+
+    Args:
+        graph: The whole graph, the same on all ranks; best in files, as each process that has it in
+            memory has all of it there.
+        split: Owners of the nodes: "random", by a hash of their ids, which divides lists of every
+            length alike; "contiguous", ranges of ids, where ids near each other are neighbours; or
+            "cluster", for which one rank reads the graph three times, to keep neighbours together.
+            Or a tensor of ranks of shape (num_nodes,), as METIS gives it, the same on all ranks.
+        group: The ranks, with gloo; None: all of `torch.distributed`, or this process alone where
+            there are none.
+        seed: Seed of "random".
+
+    Attributes:
+        num_nodes: Nodes of the whole graph.
+        num_edges: Edges of the whole graph.
+        flow: Direction of messages along the edges, as the graph's.
+        num_own: Nodes that the rank owns.
+        num_halo: Nodes of other ranks in its lists.
+        exchange: The ranks, and the bytes that were sent.
+
+    Raises:
+        RankError: Another rank has ended, or does not answer.
+        TypeError: `graph` is no `CSRGraph`, or `split` has no integers.
+        ValueError: `split` is something else, the group has no gloo, or the ranks' graphs differ.
+    """
+
+    def __init__(
+        self,
+        graph: CSRGraph,
+        *,
+        split: Split | Tensor = "random",
+        group: distributed.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(graph, CSRGraph):
+            raise TypeError(f"graph: expected a CSRGraph, got {type(graph).__name__}")
+        self._become(graph, Exchange(find_group(group)), split, seed)
+
+    @classmethod
+    def whole(cls, graph: CSRGraph) -> RankGraph:
+        """Return all of a graph as the part of a single rank, also where there are others."""
+        part = cls.__new__(cls)
+        part._become(graph, Exchange(None), "contiguous", 0)
+        return part
+
+    def _become(self, graph: CSRGraph, exchange: Exchange, split: Any, seed: int) -> None:
+        self.num_nodes, self.num_edges = graph.num_nodes, graph.num_edges
+        self.flow: Flow = graph.flow
+        self.exchange = exchange
+        self._is_whole = exchange.num_ranks == 1
+        self._send_counts = self._halo_counts = [0] * exchange.num_ranks
+        empty = torch.empty(0, dtype=torch.int32)
+        self._halo = self._send_positions = empty
+        if exchange.num_ranks > MOST_RANKS:
+            raise ValueError(f"group: expected up to {MOST_RANKS} ranks, got {exchange.num_ranks}")
+        self._owners = find_ownership(graph, split, exchange, seed)
+        if self._is_whole:
+            self._own, self.num_own = empty, graph.num_nodes
+            self._indptr, self._indices = graph.indptr, graph.indices
+        else:
+            _compare_ranks(graph, exchange, self._owners)
+            self._own = narrow(self._owners.nodes_of(exchange.rank), graph.num_nodes)
+            self.num_own = len(self._own)
+            self._indptr, self._indices = _read_own(graph, self._own)
+            self._find_halo()
+        self.num_halo = len(self._halo)
+        self._is_file = in_memory(self._indices) is None
+
+    def _find_halo(self) -> None:
+        """Find the nodes of other ranks in the lists, number all, and tell the owners."""
+        is_known = torch.zeros(self.num_nodes, dtype=torch.bool)
+        for block in self._indices.split(_BLOCK_ENTRIES):
+            is_known[block.long()] = True
+        is_known[self._own.long()] = False
+        halo = is_known.nonzero().flatten()
+        del is_known
+        owners = self._owners.owner_of(halo)
+        order = owners.argsort(stable=True)
+        self._halo = narrow(halo[order], self.num_nodes)
+        counts = torch.bincount(owners, minlength=self.exchange.num_ranks)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        del owners, order
+        for block in self._indices.split(_BLOCK_ENTRIES):
+            ids = block.long()
+            own = torch.searchsorted(self._own, ids).clamp(max=max(self.num_own - 1, 0))
+            other = torch.searchsorted(halo, ids).clamp(max=max(len(halo) - 1, 0))
+            is_own = self._own[own] == ids if self.num_own else torch.zeros_like(ids).bool()
+            far = self.num_own + place[other] if len(halo) else own
+            block.copy_(torch.where(is_own, own, far))
+        self._halo_counts = counts.tolist()
+        self._send_counts = self.exchange.trade_counts(self._halo_counts)
+        asked = self.exchange.trade(self._halo, self._halo_counts, self._send_counts, "halo ids")
+        self._send_positions = torch.searchsorted(self._own, asked).to(torch.int32)
+
+    @property
+    def nodes(self) -> Tensor:
+        """Ids of the nodes that the rank owns, int64 of shape (num_own,), rising."""
+        return torch.arange(self.num_nodes) if self._is_whole else self._own.long()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the rank has for the graph; see `RankGraphReport.graph_bytes`."""
+        tensors = [self._own, self._halo, self._send_positions]
+        if not self._is_whole:
+            tensors += [self._indptr, self._indices]
+        return sum(each.nbytes for each in tensors) + self._owners.num_bytes
+
+    def report(self) -> RankGraphReport:
+        """Return the account of the part, and of all exchanges so far."""
+        return RankGraphReport(
+            rank=self.exchange.rank,
+            num_ranks=self.exchange.num_ranks,
+            num_nodes=self.num_own,
+            num_edges=len(self._indices),
+            num_halo=self.num_halo,
+            graph_bytes=self.num_bytes,
+            num_messages=dict(self.exchange.num_messages),
+            sent_bytes=dict(self.exchange.sent_bytes),
+        )
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the values of all nodes on every rank, in the order of their ids.
+
+        Args:
+            values: Values of the rank's nodes, of shape (num_own, *row), as results are.
+
+        Raises:
+            RankError: Another rank has ended, or does not answer.
+            ValueError: `values` has another shape.
+        """
+        if len(values) != self.num_own:
+            raise ValueError(
+                f"values: expected one for each of the rank's {self.num_own} nodes, got shape "
+                f"{tuple(values.shape)}"
+            )
+        exchange, ranks = self.exchange, self.exchange.num_ranks
+        counts = exchange.trade_counts([self.num_own] * ranks)
+        sent = [self.num_own] * ranks
+        rest = [1] * (values.dim() - 1)
+        ids = exchange.trade(self.nodes.repeat(ranks), sent, counts, "gathered ids")
+        rows = exchange.trade(values.repeat(ranks, *rest), sent, counts, "gathered values")
+        out = values.new_empty((self.num_nodes, *values.shape[1:]))
+        out[ids] = rows
+        return out
+
+    # -------------------------------------------------------------- lists
+
+    def read_own(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return the lists of consecutive own nodes: their lengths, and their entries by number.
+
+        The entries are int32 or int64, in the graph's memory where they are in memory.
+        """
+        offsets = _read_range(self._indptr, begin, end + 1).long()
+        entries = _read_range(self._indices, int(offsets[0]), int(offsets[-1]))
+        return offsets.diff(), self._check(entries)
+
+    def split_own(self, most_entries: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield ranges of own nodes whose lists have a number of entries at most, or one node.
+
+        Args:
+            most_entries: Entries; by default few, and a small part of the rank's.
+        """
+        most = self.block_entries if most_entries is None else most_entries
+        for first in range(0, self.num_own, _BLOCK_NODES):
+            last = min(first + _BLOCK_NODES, self.num_own)
+            offsets = _read_range(self._indptr, first, last + 1)
+            begin = 0
+            while begin < last - first:
+                end = int(torch.searchsorted(offsets, offsets[begin] + most, right=True)) - 1
+                end = max(end, begin + 1)
+                yield first + begin, first + end
+                begin = end
+
+    def read_lists(self, positions: Tensor) -> Iterator[Tensor]:
+        """Yield the entries of the lists of own nodes, by number, in blocks."""
+        most = self.block_entries
+        for part in positions.split(_BLOCK_NODES) if len(positions) else ():
+            both = read_entries(self._indptr, torch.stack([part, part + 1]))
+            ends = (both[1] - both[0]).cumsum(0)
+            cuts = torch.searchsorted(ends, torch.arange(most, max(int(ends[-1]), most), most)) + 1
+            bounds = sorted({0, *cuts.tolist(), len(part)})
+            for begin, end in pairwise(bounds):
+                starts, degrees = both[0, begin:end], both[1, begin:end] - both[0, begin:end]
+                yield self._check(read_entries(self._indices, list_places(starts, degrees)))
+
+    def count_entries(self, positions: Tensor) -> Tensor:
+        """Return the lengths of the lists of own nodes."""
+        both = read_entries(self._indptr, torch.stack([positions, positions + 1]))
+        return both[1] - both[0]
+
+    def count_range(self, begin: int, end: int) -> int:
+        """Return the entries of the lists of consecutive own nodes."""
+        first, last = read_entries(self._indptr, torch.tensor([begin, end])).tolist()
+        return last - first
+
+    def read_list(self, position: int) -> Tensor:
+        """Return the entries of one own node's list, by number, as int64."""
+        return self.read_own(position, position + 1)[1].long()
+
+    @property
+    def block_entries(self) -> int:
+        """Entries that are read at once."""
+        return min(_BLOCK_ENTRIES, max(len(self._indices) // _WIDEST_PART, 256))
+
+    def _check(self, entries: Tensor) -> Tensor:
+        """Return entries of a list; raise for one that is no node, as in a damaged file.
+
+        Those in memory were looked at when the graph was made.
+        """
+        if not self._is_file:
+            return entries
+        wrong = (entries < 0) | (entries >= self.num_own + self.num_halo)
+        if wrong.any():
+            raise ValueError(
+                f"indices: names node {int(entries[wrong][0])}, but the graph has "
+                f"{self.num_nodes} nodes"
+            )
+        return entries
+
+    def position_of(self, nodes: Tensor) -> Tensor:
+        """Return the position among the rank's own nodes of nodes that it owns."""
+        return nodes if self._is_whole else torch.searchsorted(self._own, nodes)
+
+    def id_of(self, numbers: Tensor) -> Tensor:
+        """Return the ids of nodes that the rank knows, by number."""
+        if self._is_whole:
+            return numbers
+        ids = torch.empty_like(numbers)
+        own = numbers < self.num_own
+        ids[own] = self._own[numbers[own]].long()
+        ids[~own] = self._halo[numbers[~own] - self.num_own].long()
+        return ids
+
+    # ---------------------------------------------------------- exchanges
+
+    def send_to_owners(
+        self, nodes: Tensor, kind: str
+    ) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """Send ids of any nodes to their owners.
+
+        Returns:
+            The ids that arrived here; the order in which `nodes` were sent; the numbers of those
+            that were sent to each rank, and that arrived from each.
+        """
+        owners = self._owners.owner_of(nodes)
+        order = owners.argsort(stable=True)
+        sent = torch.bincount(owners, minlength=self.exchange.num_ranks).tolist()
+        received = self.exchange.trade_counts(sent)
+        ids = narrow(nodes[order], self.num_nodes)
+        return self.exchange.trade(ids, sent, received, kind).long(), order, sent, received
+
+    def tell_owners(self, halo: Tensor, kind: str) -> Tensor:
+        """Tell the owners of some nodes of the halo; return the own positions that arrive here.
+
+        Args:
+            halo: Places in the halo, int64, rising.
+            kind: Kind of message.
+        """
+        ends = torch.tensor(self._halo_counts).cumsum(0)
+        bounds = torch.searchsorted(halo, ends)
+        sent = bounds.diff(prepend=bounds.new_zeros(1)).tolist()
+        received = self.exchange.trade_counts(sent)
+        # 4 bytes: a place in the part of the halo that both ranks know.
+        starts = (ends - torch.tensor(self._halo_counts)).repeat_interleave(torch.tensor(sent))
+        arrived = self.exchange.trade((halo - starts).int(), sent, received, kind)
+        counts = torch.tensor(self._send_counts)
+        starts = (counts.cumsum(0) - counts).repeat_interleave(torch.tensor(received))
+        return self._send_positions[arrived + starts].long()
+
+    def pull_halo(self, own: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
+        """Return rows of the halo, which their owners send: one message for each node of the cut.
+
+        Args:
+            own: Rows of the rank's own nodes.
+            kind: Kind of message.
+            out: Memory for the rows, or None.
+        """
+        rows = own[self._send_positions]
+        found = self.exchange.trade(rows, self._send_counts, self._halo_counts, kind)
+        return found if out is None else out.copy_(found)
+
+    def split_halo(self, most: int) -> Iterator[tuple[Tensor, list[int], Tensor, list[int]]]:
+        """Yield parts of the cut for exchanges of rows, the same number on all ranks.
+
+        Args:
+            most: Rows from one rank to another in each.
+
+        Yields:
+            Own positions to send, and how many to each rank; places in the halo of what arrives,
+            and how many from each.
+        """
+        (longest,) = self.exchange.largest(max([0, *self._send_counts, *self._halo_counts]))
+        for begin in range(0, longest, most):
+            ours, sent = _cut_parts(self._send_counts, begin, most)
+            places, received = _cut_parts(self._halo_counts, begin, most)
+            yield self._send_positions[ours].long(), sent, places, received
+
+    def push_halo(self, halo: Tensor, own: Tensor, combiner: str, kind: str) -> None:
+        """Send values of the halo to the owners, which combine them with their own in place.
+
+        Args:
+            halo: Values of the halo, one for each node.
+            own: Values of the rank's own nodes.
+            combiner: "sum" or "amin".
+            kind: Kind of message.
+        """
+        found = self.exchange.trade(halo, self._halo_counts, self._send_counts, kind)
+        if combiner == "sum":
+            own.index_add_(0, self._send_positions, found)
+        else:
+            own.scatter_reduce_(0, self._send_positions.long(), found, combiner)
+
+
+def as_rank_graph(graph: Any) -> RankGraph:
+    """Return the argument `graph` of a function: a rank's part, or all of a graph as one."""
+    if isinstance(graph, RankGraph):
+        return graph
+    if isinstance(graph, CSRGraph):
+        return RankGraph.whole(graph)
+    raise TypeError(f"graph: expected a CSRGraph or a RankGraph, got {type(graph).__name__}")
+
+
+def _cut_parts(counts: list[int], begin: int, most: int) -> tuple[Tensor, list[int]]:
+    """Return places from `begin` on, some of each of consecutive parts, and how many of each."""
+    places, found, start = [], [], 0
+    for count in counts:
+        end = min(begin + most, count)
+        places.append(torch.arange(start + min(begin, end), start + end))
+        found.append(len(places[-1]))
+        start += count
+    return torch.cat(places), found
+
+
+def _read_range(values: Tensor, begin: int, end: int) -> Tensor:
+    """Return consecutive entries of a list."""
+    found = in_memory(values)
+    return read_entries(values, torch.arange(begin, end)) if found is None else found[begin:end]
+
+
+def list_places(starts: Tensor, degrees: Tensor) -> Tensor:
+    """Return the places of the entries of lists that begin at `starts`, side by side."""
+    ends = degrees.cumsum(0)
+    shift = (starts - (ends - degrees)).repeat_interleave(degrees)
+    return shift + torch.arange(len(shift))
+
+
+def _compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> None:
+    """Raise on all ranks if they were given different graphs or splits."""
+    table = owners.split if isinstance(owners.split, Tensor) else torch.empty(0, dtype=torch.int8)
+    weights = torch.arange(len(table)) % 8191 + 1
+    kind = owners.split if isinstance(owners.split, str) else "table"
+    own = [
+        graph.num_nodes,
+        graph.num_edges,
+        int(graph.flow == "source_to_target"),
+        ("random", "contiguous", "table").index(kind),
+        owners.seed,
+        int((table * weights).sum()),
+    ]
+    found = exchange.largest(*own, *(-each for each in own))
+    if found[: len(own)] != own or [-each for each in found[len(own) :]] != own:
+        raise ValueError(
+            f"graph: ranks were given different graphs, splits or seeds; rank {exchange.rank} has "
+            f"{graph}, split {kind!r} and seed {owners.seed}"
+        )
+
+
+def _open_once(values: Tensor) -> Tensor:
+    """Return a table in a file as one that keeps nothing of it in memory."""
+    return unify(values, cache=0) if in_memory(values) is None else values
+
+
+def _read_own(graph: CSRGraph, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the offsets and the entries, by id, of the lists of some nodes.
+
+    Each rank reads its part of a file once, so a copy of the whole file in memory would not pay.
+    """
+    lists = (_open_once(each) for each in (graph.indptr, graph.indices))
+    graph = CSRGraph(*lists, flow=graph.flow)
+    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64)
+    for begin in range(0, len(nodes), _BLOCK_NODES):
+        part = nodes[begin : begin + _BLOCK_NODES].long()
+        offsets[begin + 1 : begin + 1 + len(part)] = graph.read_lists(part)[1]
+    torch.cumsum(offsets, 0, out=offsets)
+    most = torch.iinfo(torch.int32).max
+    dtype = torch.int32 if graph.num_nodes <= most else torch.int64
+    entries = torch.empty(int(offsets[-1]), dtype=dtype)
+    for begin in range(0, len(nodes), _BLOCK_NODES // 8):
+        part = nodes[begin : begin + _BLOCK_NODES // 8].long()
+        starts, degrees = graph.read_lists(part)
+        found = read_entries(graph.indices, list_places(starts, degrees))
+        wrong = (found < 0) | (found >= graph.num_nodes)
+        if wrong.any():
+            raise ValueError(
+                f"indices: names node {int(found[wrong][0])}, but the graph has "
+                f"{graph.num_nodes} nodes"
+            )
+        first = int(offsets[begin])
+        entries[first : first + len(found)] = found
+    return narrow(offsets, len(entries)), entries

@@ -1,0 +1,120 @@
+"""Layer by layer in blocks, a GNN gives for all nodes what it gives for the whole graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import CapacityError
+from penstock.traversal import CSRGraph, infer_layers
+from penstock.unified import UnifiedTensor, unify
+
+nn = pytest.importorskip("torch_geometric.nn")
+
+NUM_NODES, WIDTH = 300, 8
+
+
+def make_edges(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, NUM_NODES - 10, (2, 2000), generator=generator)
+
+
+def make_features(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(NUM_NODES, WIDTH, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def make_model(kind: str, flow: str = "source_to_target") -> list[torch.nn.Module]:
+    torch.manual_seed(2)
+    if kind == "gat":
+        first, last = nn.GATConv(WIDTH, 4, heads=2, flow=flow), nn.GATConv(8, 3, flow=flow)
+    elif kind == "gin":
+        linear = torch.nn.Linear
+        first, last = (nn.GINConv(linear(*size), flow=flow) for size in ((WIDTH, 12), (12, 3)))
+    else:
+        first, last = nn.SAGEConv(WIDTH, 12, flow=flow), nn.SAGEConv(12, 3, flow=flow)
+    return [first.eval(), last.eval()]
+
+
+def run_whole(model: list[Any], features: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model[1](model[0](features, edges).relu(), edges)
+
+
+def layers_of(model: list[Any]) -> list[Any]:
+    return [lambda x, edges: model[0](x, edges).relu(), model[1]]
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("kind", ["sage", "gat", "gin"])
+def test_outputs_are_those_of_the_whole_graph(kind: str, flow: Any):
+    model, edges, features = make_model(kind, flow), make_edges(), make_features()
+    graph = CSRGraph.from_edges(edges, NUM_NODES, flow=flow)
+    expected = run_whole(model, features, edges)
+    sizes: list[int] = []
+    layers = layers_of(model)
+
+    def last(x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return layers[1](x, edge_index)
+
+    found = infer_layers(graph, features, [layers[0], last], max_bytes=40_000)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert len(sizes) > 5 and max(sizes) < NUM_NODES
+
+
+def test_lists_features_and_rows_in_files(tmp_path: Path):
+    model, edges, features = make_model("sage"), make_edges(), make_features()
+    graph = CSRGraph.from_edges(edges, NUM_NODES).save(tmp_path / "graph")
+    unify(features).save_rows(tmp_path / "features.npy")
+    store = tmp_path / "store"
+    store.mkdir()
+    path = tmp_path / "features.npy"
+    found = infer_layers(graph, path, layers_of(model), max_bytes=40_000, store=store)
+    assert isinstance(found, UnifiedTensor) and found.report().tier == "file"
+    expected = run_whole(model, features, edges)
+    torch.testing.assert_close(found[torch.arange(NUM_NODES)], expected, rtol=1e-6, atol=1e-6)
+    assert [each.name for each in store.iterdir()] == ["output-0.rows"]
+
+
+def test_layers_that_see_beyond_the_list_are_refused():
+    graph = CSRGraph.from_edges(make_edges(), NUM_NODES)
+    conv = nn.GCNConv(WIDTH, 4).eval()
+    with pytest.raises(ValueError, match=r"layers\[0\]: its output for a node changes with the li"):
+        infer_layers(graph, make_features(), [conv])
+    dropout = [make_model("sage")[0], lambda x, _: torch.nn.functional.dropout(x, 0.5)]
+    with pytest.raises(ValueError, match=r"layers\[1\]: .* or from call to call"):
+        infer_layers(graph, make_features(), dropout)
+
+
+def test_a_list_beyond_the_budget_is_named():
+    edges = torch.stack([torch.arange(NUM_NODES), torch.full((NUM_NODES,), 5)])
+    graph = CSRGraph.from_edges(edges, NUM_NODES)
+    with pytest.raises(CapacityError, match="max_bytes: the 300 neighbours of node 5 alone take"):
+        infer_layers(graph, make_features(), make_model("sage"), max_bytes=20_000)
+
+
+@pytest.mark.parametrize(
+    ("features", "layers", "error", "message"),
+    [
+        (torch.zeros(3, 2), None, ValueError, r"features: expected shape \(300, width\), got"),
+        (torch.zeros(NUM_NODES, 2).long(), None, TypeError, "features: expected floats"),
+        ([1.0], None, TypeError, "features: expected a tensor, a table or the path"),
+        (torch.zeros(NUM_NODES, 2), [], ValueError, "layers: expected at least one"),
+        (torch.zeros(NUM_NODES, 2), [lambda x, e: x.sum()], ValueError, r"layers\[0\]: expected a"),
+    ],
+)
+def test_wrong_features_and_layers_are_named(
+    features: Any, layers: Any, error: type[Exception], message: str
+):
+    graph = CSRGraph.from_edges(make_edges(), NUM_NODES)
+    with pytest.raises(error, match=message):
+        infer_layers(graph, features, make_model("sage") if layers is None else layers)
+
+
+def test_half_precision_and_nodes_without_edges():
+    graph = CSRGraph([0] * 6, [])
+    features = torch.randn(5, 4).bfloat16()
+    assert torch.equal(infer_layers(graph, features, [lambda x, _: 2 * x]), 2 * features)
