@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -303,6 +304,13 @@ class StandardSolution:
                 values=values,
                 vectors=x.T,
                 residuals=residuals,
+            )
+        if bool((residuals > _POLISHED * self._tolerances(values)).any()):
+            warnings.warn(
+                f"penstock.spectral: residuals are up to {float(residuals.max()):.3g}, where "
+                f"{float(self._tolerances(values).max()):.3g} was asked for: rounding keeps them "
+                "from falling. The result's `residuals` has each",
+                stacklevel=4,
             )
         return Eigenpairs(values, x.T, residuals, self.report())
 

@@ -28,6 +28,7 @@ from penstock.unified import UnifiedTensor
 from penstock.unified.file.layout import RowLayout, open_layout
 from penstock.units import format_bytes
 
+_LEAST_TILE_BYTES = 256 << 10
 _TILE_BYTES = 32 * 2**20
 _BLOCK = 4  # vectors that share a read of the operator
 
@@ -190,8 +191,10 @@ class TileStream:
         self._source, self._ledger, self._device = source, ledger, device
         total = source.tile_bytes(0, source.shape[0])
         room = 2 * total + 1 if budget_bytes is None else budget_bytes
-        # As many tiles as make two buffers an eighth of the budget.
-        self._bounds = _cut(source, max(1, min(_TILE_BYTES, room // 16)))
+        # As many tiles as make two buffers an eighth of the budget; of a small one they may be
+        # half, since a tile's lists begin and end within pages, and a row may be less than one.
+        tile_bytes = max(room // 16, min(room // 4, _LEAST_TILE_BYTES))
+        self._bounds = _cut(source, max(1, min(_TILE_BYTES, tile_bytes)))
         sizes = [round_up(source.tile_bytes(*each)) for each in self._bounds]
         self._buffer_bytes = max(sizes, default=0)
         is_whole = sum(sizes) <= room
