@@ -164,6 +164,15 @@ def test_the_examples_of_operators_run_one_after_the_other(tmp_path, monkeypatch
     assert "numerator_degree=5" in said and "torch.Size([2, 8, 20, 20])" in said
 
 
+def test_the_examples_of_spectra_run_one_after_the_other(store, monkeypatch, capsys):
+    examples = blocks("docs/spectral.md")
+    assert len(examples) == 3
+    source = "\n".join(examples).replace('"/mnt/nvme', f'"{store}')
+    said = execute(source, store, monkeypatch, capsys)
+    assert "1997., 1998., 1999., 2000." in said and "bytes read" in said
+    assert "torch.Size([3, 32])" in said
+
+
 def section(page: str, heading: str) -> str:
     text = (REPOSITORY / page).read_text()
     return text.split(f"## {heading}\n")[1].split("\n## ")[0]

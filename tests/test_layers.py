@@ -1,7 +1,7 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
 compat, solvers, units, errors, tables <- memory, codegen <- iomodel
-  <- activations, unified, attention, ops, graph, rgnn, batching <- traversal, lora, kv <- planner
+  <- activations, unified, attention, ops, graph, rgnn, batching <- traversal, spectral, lora, kv <- planner
   <- partitioner <- executor <- report <- integrations <- cli, env
 
 No modules import each other in a circle, and none imports a private module of another package.
@@ -22,7 +22,7 @@ LAYERS = [
     {"memory", "codegen"},
     {"iomodel"},
     {"activations", "unified", "attention", "ops", "graph", "rgnn", "batching"},
-    {"traversal", "lora", "kv"},
+    {"traversal", "spectral", "lora", "kv"},
     {"planner"},
     {"partitioner"},
     {"executor"},
@@ -37,6 +37,7 @@ ONLY = {
     "attention": {"memory", "codegen", "iomodel"},
     "ops": {"codegen", "iomodel"},
     "traversal": {"batching", "codegen", "unified"},
+    "spectral": {"memory", "codegen", "unified"},
     "lora": {"batching", "codegen", "iomodel"},
     "kv": {"memory", "codegen", "iomodel"},
     "planner": {"graph", "memory", "codegen"},
@@ -229,6 +230,8 @@ def test_the_package_itself_imports_no_room_when_it_loads():
         ("rgnn", "batching", False),
         ("traversal", "unified", True),
         ("unified", "traversal", False),
+        ("spectral", "unified", True),
+        ("spectral", "traversal", False),
         ("planner", "activations", False),
         ("executor", "planner", True),
         ("executor", "errors", True),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         planner,
         report,
         rgnn,
+        spectral,
         traversal,
         unified,
     )
@@ -85,6 +86,7 @@ __all__ = [
     "probe",
     "report",
     "rgnn",
+    "spectral",
     "traversal",
     "unified",
     "unify",

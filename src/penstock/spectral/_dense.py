@@ -1,0 +1,69 @@
+"""Operators of few rows: all eigenvalues of the dense matrix, of which some are returned."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from penstock.spectral._basis import gram, wide_dtype
+from penstock.spectral._operator import LinearOperator
+from penstock.spectral._report import Eigenpairs
+from penstock.spectral._solve import StandardProblem, make_report
+
+
+def solve_dense(problem: StandardProblem, b: LinearOperator | None = None) -> Eigenpairs:
+    """Return the wanted pairs of A v = w B v by a dense factorisation, in float64."""
+    started, operator = time.perf_counter(), problem.operator
+    matrix = _materialize(operator)
+    if b is None:
+        values, vectors = torch.linalg.eigh(matrix)
+    else:  # L^-1 A L^-H y = w y, v = L^-H y
+        factor = _factor(_materialize(b))
+        left = torch.linalg.solve_triangular(factor, matrix, upper=False)
+        reduced = torch.linalg.solve_triangular(factor, left.mH, upper=False).mH
+        values, vectors = torch.linalg.eigh((reduced + reduced.mH) / 2)
+        vectors = torch.linalg.solve_triangular(factor.mH, vectors, upper=True)
+    order = _choose(values, problem.k, problem.which)
+    values, x = values[order].cpu(), vectors[:, order].T.to(operator.dtype).contiguous()
+    residual = operator.apply(x, torch.empty_like(x))
+    bx = x if b is None else b.apply(x, torch.empty_like(x))
+    residual -= values[:, None].to(residual) * bx
+    norms = gram(residual, residual).diagonal().real.sqrt().cpu()
+    length = operator.length
+    report = make_report(
+        problem,
+        started,
+        method="dense",
+        degree=1,
+        num_steps=0,
+        num_restarts=0,
+        num_vectors=length,
+        num_resident=length,
+    )
+    return Eigenpairs(values, x.T, norms, report)
+
+
+def _materialize(operator: LinearOperator) -> Tensor:
+    """Return the matrix of an operator, in float64 or complex128."""
+    identity = torch.eye(operator.length, dtype=operator.dtype, device=operator.device)
+    columns = operator.apply(identity, torch.empty_like(identity))
+    matrix = columns.T.to(wide_dtype(operator.dtype))
+    return (matrix + matrix.mH) / 2
+
+
+def _factor(matrix: Tensor) -> Tensor:
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if int(info):
+        raise ValueError("B: is not positive definite; swap A and B, or add to its diagonal")
+    return factor
+
+
+def _choose(values: Tensor, k: int, which: str) -> Tensor:
+    """Return the places of the wanted values, such that these rise."""
+    if which in ("LM", "SM"):
+        found = values.abs().argsort(descending=which == "LM")[:k]
+        return found[values[found].argsort()]
+    places = torch.arange(len(values), device=values.device)
+    return places[:k] if which == "SA" else places[len(values) - k :]

@@ -1,0 +1,247 @@
+"""Eigenvalues and eigenvectors of symmetric and Hermitian operators in any tier."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from penstock.memory import ExtentFile, FileStore, Ledger
+from penstock.spectral._basis import gram
+from penstock.spectral._dense import solve_dense
+from penstock.spectral._filter import check_finite
+from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
+from penstock.spectral._operator import LinearOperator, make_random
+from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
+from penstock.spectral._report import Eigenpairs, add_reports
+from penstock.spectral._solve import StandardProblem, num_basis_vectors, solve_standard
+from penstock.spectral._sources import Surroundings, as_operator
+from penstock.spectral._tiles import TiledOperator
+from penstock.units import parse_bytes
+
+Which = Literal["LA", "SA", "LM", "SM", "BE"]
+_WHICH = ("LA", "SA", "LM", "SM", "BE")
+_SMALL = 128  # rows of a matrix that is solved densely
+_MOST_RESTARTS = 1000
+
+
+def eigs(
+    operator: Any,
+    k: int = 6,
+    *,
+    which: Which = "LA",
+    B: Any = None,
+    M: Any = None,
+    max_bytes: int | str | None = None,
+    store: FileStore | str | os.PathLike[str] | None = None,
+    tol: float = 0.0,
+    start: Tensor | None = None,
+    max_restarts: int = _MOST_RESTARTS,
+    seed: int = 0,
+    group: Any = None,
+) -> Eigenpairs:
+    """Return some eigenvalues and eigenvectors of a symmetric or Hermitian operator.
+
+    Example:
+        >>> import torch
+        >>> matrix = torch.diag(torch.arange(1.0, 201.0, dtype=torch.float64))
+        >>> values, vectors = eigs(matrix, 2)
+        >>> values
+        tensor([199., 200.], dtype=torch.float64)
+
+    Args:
+        operator: A square matrix: a tensor, dense or sparse, a unified table in memory or a file,
+            the path of a table, a NumPy array, a SciPy sparse matrix, or `penstock.spectral.CSR`
+            with lists in memory or files. Or a function, as
+            `penstock.spectral.SymmetricOperator`, or what `penstock.spectral.hessian` and `fisher`
+            return. Float32, float64, complex64 or complex128.
+        k: Eigenvalues wanted, from 1 to n - 1.
+        which: "LA" the largest, "SA" the smallest, "LM" those of the largest magnitude, "SM" of the
+            smallest, "BE" half of them from each end, the odd one from the high end.
+        B: Positive definite matrix or operator of the problem A v = w B v; None: the identity.
+        M: Preconditioner, an approximation of the inverse of A (of B for which="LA"): any operator
+            as above, positive definite. It chooses LOBPCG.
+        max_bytes: The most bytes of basis, workspace and tiles on the device, as an int or text
+            such as "2GiB"; on a machine without a GPU the device is RAM. Tensors that the caller
+            holds do not count, nor do the vectors that are returned. None: all it takes.
+        store: Directory or `FileStore` for what of the basis is beyond `max_bytes`; without one it
+            goes to host memory, if the device is a GPU.
+        tol: Residuals at most `tol` times the eigenvalue's magnitude; 0: as good as the dtype's
+            rounding of the operator's norm.
+        start: Vectors to begin with, (n,) or (n, b), such as those of a similar operator.
+        max_restarts: Restarts of the basis before it gives up.
+        seed: Of the random vectors.
+        group: Process group whose ranks each have rows of the operator, and of all vectors.
+
+    Returns:
+        Eigenvalues (k,), float64, rising, and eigenvectors (n, k) as columns: unpacks as two, and
+        has `residuals` and a `report`.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: The operator is not symmetric, not square, not finite, or an argument is out of
+            range.
+        NoConvergenceError: It gave up, or the operator failed; the error has the best iterate.
+        CapacityError: `max_bytes` is not enough.
+        StoreError: The store cannot be used, or is full.
+    """
+    check_arguments(k, which, tol, max_restarts)
+    if which == "BE":
+        options = {
+            "B": B,
+            "M": M,
+            "max_bytes": max_bytes,
+            "store": store,
+            "tol": tol,
+            "start": start,
+        }
+        options |= {"max_restarts": max_restarts, "seed": seed, "group": group}
+        return _solve_both_ends(operator, k, options)
+    budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
+    num_vectors = 10 if store is not None else num_basis_vectors(k) + 8
+    around = Surroundings(
+        budget_bytes=budget,
+        num_reserved=num_vectors,
+        ledger=Ledger(),
+        num_columns=None if group is None else count_rows(operator, group),
+    )
+    generator = torch.Generator().manual_seed(seed + rank_of(group))
+    with contextlib.ExitStack() as stack:
+        found = as_operator(operator, around)
+        if group is not None:
+            found = RowsOfRanks(found, group)
+        stack.callback(found.close)
+        check_count(k, found.global_length)
+        reduce = reduce_over(group)
+        check_symmetric(found, generator, reduce)
+        if isinstance(found, TiledOperator) and budget is not None:
+            budget -= found.held_bytes
+        file = None
+        if store is not None and budget is not None:
+            file = stack.enter_context(contextlib.closing(ExtentFile(store)))
+        problem = StandardProblem(
+            operator=found,
+            k=k,
+            which=which,
+            tol=float(tol),
+            max_bytes=budget,
+            file=file,
+            max_restarts=max_restarts,
+            start=_read_start(start, found),
+            reduce=reduce,
+            generator=generator,
+            ledger=around.ledger,
+        )
+        if B is not None or M is not None:
+            return solve_generalized(problem, *_open_pair(B, M, found, around, stack))
+        if found.global_length <= _SMALL and group is None:
+            return solve_dense(problem)
+        if prefers_lobpcg(problem):
+            return solve_generalized(problem, None, None)
+        return solve_standard(problem)
+
+
+def _open_pair(
+    b: Any, m: Any, operator: LinearOperator, around: Surroundings, stack: contextlib.ExitStack
+) -> tuple[LinearOperator | None, LinearOperator | None]:
+    """Return B and M as operators of the same vectors as A."""
+    if isinstance(operator, RowsOfRanks):
+        raise ValueError("group: problems with B= or M= are solved in one process only")
+    found = []
+    for name, source in (("B", b), ("M", m)):
+        each = None if source is None else as_operator(source, around)
+        if each is not None:
+            stack.callback(each.close)
+            is_same = each.length == operator.length and each.dtype == operator.dtype
+            if not is_same or each.device != operator.device:
+                raise ValueError(
+                    f"{name}: has {each.length} rows of {each.dtype} on {each.device}, but the "
+                    f"operator has {operator.length} of {operator.dtype} on {operator.device}"
+                )
+        found.append(each)
+    return found[0], found[1]
+
+
+def _solve_both_ends(operator: Any, k: int, options: dict[str, Any]) -> Eigenpairs:
+    """Solve for half of the pairs from each end."""
+    if k == 1:
+        return eigs(operator, 1, which="LA", **options)
+    low = eigs(operator, k // 2, which="SA", **options)
+    high = eigs(operator, k - k // 2, which="LA", **options)
+    return Eigenpairs(
+        torch.cat([low.values, high.values]),
+        torch.cat([low.vectors, high.vectors], 1),
+        torch.cat([low.residuals, high.residuals]),
+        add_reports(low.report, high.report),
+    )
+
+
+def check_arguments(k: int, which: str, tol: float, max_restarts: int) -> None:
+    """Raise unless the arguments that do not depend on the operator make sense."""
+    if which not in _WHICH:
+        raise ValueError(f"which={which!r}: expected one of {', '.join(_WHICH)}")
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k={k!r}: expected an integer of at least 1")
+    if k < 1:
+        raise ValueError(f"k={k}: expected at least 1")
+    if not 0 <= tol < 1:
+        raise ValueError(f"tol={tol}: expected a relative accuracy from 0 to 1, such as 1e-8")
+    if max_restarts < 1:
+        raise ValueError(f"max_restarts={max_restarts}: expected at least 1")
+
+
+def check_count(k: int, num_rows: int) -> None:
+    """Raise unless an operator has more than k eigenvalues."""
+    if k >= num_rows:
+        raise ValueError(
+            f"k={k}: an operator of {num_rows} rows has {num_rows} eigenvalues, and some of them "
+            f"are from 1 to {num_rows - 1}; for all of them there is torch.linalg.eigh"
+        )
+
+
+def check_symmetric(
+    operator: LinearOperator, generator: torch.Generator, reduce: Callable[[Tensor], Tensor]
+) -> None:
+    """Raise unless <A x, y> = <x, A y> for random x and y, up to rounding.
+
+    Raises:
+        ValueError: The operator is not symmetric, or a product is not finite.
+    """
+    x = make_random((2, operator.length), operator, generator)
+    product = operator.apply(x, torch.empty_like(x))
+    g = reduce(torch.stack([gram(x, product), gram(product, product), gram(x, x)]))
+    try:
+        check_finite(float(g.abs().sum()))
+    except FloatingPointError as error:
+        raise ValueError(str(error)) from None
+    difference = abs(complex(g[0, 0, 1] - g[0, 1, 0].conj()))
+    scale = float((g[1].diagonal().real * g[2].diagonal().real).max().sqrt())
+    unit = torch.finfo(operator.dtype).eps
+    if difference > unit ** (2 / 3) * max(scale, 1e-300):
+        word = "Hermitian" if operator.dtype.is_complex else "symmetric"
+        raise ValueError(
+            f"operator: it is not {word}: for random x and y, <x, A y> and <A x, y> differ by "
+            f"{difference:.3g} of {scale:.3g}; pass (A + A^H) / 2 if that is what you mean"
+        )
+
+
+def _read_start(start: Tensor | None, operator: LinearOperator) -> Tensor | None:
+    """Return the vectors to begin with as rows."""
+    if start is None:
+        return None
+    vectors = start[:, None] if start.dim() == 1 else start
+    if vectors.dim() != 2 or vectors.shape[0] != operator.length:
+        raise ValueError(
+            f"start: has shape {tuple(start.shape)}, but must be ({operator.length},) or "
+            f"({operator.length}, b)"
+        )
+    vectors = vectors.detach().T.to(device=operator.device, dtype=operator.dtype).contiguous()
+    if not bool(
+        torch.isfinite(torch.view_as_real(vectors) if vectors.is_complex() else vectors).all()
+    ) or not bool(vectors.abs().sum(1).all()):
+        raise ValueError("start: holds NaN, infinity or a vector of zeroes")
+    return vectors

@@ -1,0 +1,287 @@
+"""Locally optimal block preconditioned conjugate gradients, for A v = w B v with a preconditioner.
+
+The basis [X, W, P] of iterates, preconditioned residuals and directions is made orthonormal in the
+inner product of B before it is used, so that its Gram matrix is the identity and a small standard
+problem is left (Hetmaniuk and Lehoucq 2006; Duersch, Shao, Yang and Gu 2018). Vectors that have
+converged stay in X and get no residual: soft locking (Knyazev 2004).
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CapacityError, NoConvergenceError
+from penstock.memory import Tier
+from penstock.spectral._basis import gram
+from penstock.spectral._dense import solve_dense
+from penstock.spectral._filter import check_finite
+from penstock.spectral._operator import LinearOperator, make_random
+from penstock.spectral._report import Eigenpairs, SpectralReport
+from penstock.spectral._solve import StandardProblem, make_report, num_basis_vectors
+from penstock.units import format_bytes
+
+_ROUNDING = 8.0  # times the rounding unit and the norms: residuals are not asked to be less
+_SMALL = 128  # rows of a problem that is solved densely
+_REFRESH = 20  # iterations after which products are computed anew
+_ITERATIONS_PER_RESTART = 20
+_BLOCKS, _BLOCKS_WITH_B = 8, 11  # X, W, P and their products, and the memory of rotations
+
+
+def prefers_lobpcg(problem: StandardProblem) -> bool:
+    """Return whether LOBPCG fits into a budget into which no basis of Lanczos does."""
+    operator, budget = problem.operator, problem.max_bytes
+    if budget is None or problem.file is not None or operator.device.type != "cpu":
+        return False
+    if problem.which not in ("LA", "SA") or operator.global_length != operator.length:
+        return False
+    vector_bytes = operator.length * operator.dtype.itemsize
+    lanczos_bytes = (min(num_basis_vectors(problem.k), operator.length) + 2) * vector_bytes
+    return budget < lanczos_bytes and _needed_bytes(problem, has_b=False) <= budget
+
+
+def solve_generalized(
+    problem: StandardProblem, b: LinearOperator | None, m: LinearOperator | None
+) -> Eigenpairs:
+    """Return the wanted pairs of A v = w B v.
+
+    Raises:
+        ValueError: `which` is not an end, or B is not positive definite.
+        CapacityError: The budget does not hold the blocks.
+        NoConvergenceError: It gave up; the error has the best iterate.
+    """
+    if problem.which not in ("LA", "SA"):
+        raise ValueError(
+            f"which={problem.which!r}: with B= or M= it is 'LA' or 'SA'; the magnitudes of a "
+            "generalised problem are not supported"
+        )
+    if problem.operator.length <= _SMALL:
+        return solve_dense(problem, b)
+    needed = _needed_bytes(problem, has_b=b is not None)
+    if problem.max_bytes is not None and needed > problem.max_bytes:
+        raise CapacityError(
+            f"max_bytes={problem.max_bytes}: LOBPCG keeps its blocks on the device, which are "
+            f"{format_bytes(needed)}; give at least {needed}, or fewer eigenvalues"
+        )
+    problem.ledger.add(Tier.DEVICE, needed)
+    try:
+        return BlockConjugateGradients(problem, b, m).solve()
+    finally:
+        problem.ledger.add(Tier.DEVICE, -needed)
+
+
+def _needed_bytes(problem: StandardProblem, *, has_b: bool) -> int:
+    operator = problem.operator
+    blocks = _BLOCKS_WITH_B if has_b else _BLOCKS
+    return blocks * _block_size(problem) * operator.length * operator.dtype.itemsize
+
+
+def _block_size(problem: StandardProblem) -> int:
+    return min(problem.k + max(2, problem.k // 4), problem.operator.length // 4)
+
+
+class BlockConjugateGradients:
+    """The iteration; vectors are rows, and products with A and B go along with them."""
+
+    def __init__(
+        self, problem: StandardProblem, b: LinearOperator | None, m: LinearOperator | None
+    ) -> None:
+        self.problem, self.a, self.b = problem, problem.operator, b
+        self._sign = 1.0 if problem.which == "SA" else -1.0  # the smallest of sign A are iterated
+        self._precondition = m
+        self._diagonal = self._choose_diagonal()
+        self._started = time.perf_counter()
+        self._num_steps = 0
+        self._norm_a = self._norm_b = 0.0
+
+    def _choose_diagonal(self) -> Tensor | None:
+        """Return the reciprocal diagonal of A, or of B for the largest, as preconditioner."""
+        source = self.a if self._sign > 0 else self.b
+        diagonal = None if self._precondition is not None or source is None else source.diagonal()
+        if diagonal is None or not bool((diagonal.real > 0).all()):
+            return None
+        return diagonal.real.reciprocal().to(self.a.dtype)
+
+    def solve(self) -> Eigenpairs:
+        """Return the wanted pairs, rising."""
+        problem = self.problem
+        x = self._first_block()
+        x, _, bx = self._orthonormalize(x, [])
+        ax = self._apply_a(x)
+        x, ax, bx, values = self._rayleigh_ritz(x, ax, bx)
+        empty = x[:0]
+        p, ap, bp = empty, empty, empty
+        best = (values, x.clone(), torch.full_like(values, torch.inf))
+        for self._num_steps in range(1, _ITERATIONS_PER_RESTART * problem.max_restarts + 1):
+            if self._num_steps % _REFRESH == 0:
+                x, _, bx = self._orthonormalize(x, [])
+                ax = self._apply_a(x)
+                x, ax, bx, values = self._rayleigh_ritz(x, ax, bx)
+                p, ap, bp = empty, empty, empty
+            residual = ax - values[:, None].to(x.dtype) * bx
+            norms = _norms(residual)
+            check_finite(float(norms.sum()))
+            wanted = slice(0, problem.k)
+            if float(norms[wanted].max()) <= float(best[2][wanted].max()):
+                best = (values.clone(), x.clone(), norms)
+            good = norms <= self._tolerances(values, x)
+            if bool(good[wanted].all()):
+                return self._finish(x, ax, bx, values)
+            w = self._apply_m(residual[~good])
+            w, _, bw = self._orthonormalize(w, [(x, bx), (p, bp)])
+            if not len(w):  # nothing new is left: the rounding errors of products are the limit
+                if not len(p):
+                    break
+                p, ap, bp = empty, empty, empty
+                continue
+            aw = self._apply_a(w)
+            x, ax, bx, values, p, ap, bp = self._step(
+                torch.cat([x, w, p]), torch.cat([ax, aw, ap]), torch.cat([bx, bw, bp]), len(x)
+            )
+        raise self._give_up(best)
+
+    def _first_block(self) -> Tensor:
+        problem = self.problem
+        x = make_random((_block_size(problem), self.a.length), self.a, problem.generator)
+        if problem.start is not None:
+            count = min(len(problem.start), len(x))
+            x[:count] = problem.start[:count]
+        return x
+
+    def _step(
+        self, s: Tensor, a_s: Tensor, b_s: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the best combinations of a basis S, and the directions in which they moved."""
+        h = gram(s, a_s)  # S^H A S, where S^H B S = 1
+        values, y = torch.linalg.eigh((h + h.mH) / 2)
+        values, y = values[:count], y[:, :count]
+        # Directions: the part of y outside of X, orthonormal to y.
+        moved = y.clone()
+        moved[:count] = 0
+        moved -= y @ (y.mH @ moved)
+        u, singular, _ = torch.linalg.svd(moved, full_matrices=False)
+        moved = u[:, singular > 1e-10 * max(1.0, float(singular.max()))]
+        moved = moved - y @ (y.mH @ moved)
+        moved = torch.linalg.qr(moved).Q if moved.shape[1] else moved
+        kept = [(y.T.to(s.dtype) @ each) for each in (s, a_s, b_s)]
+        ahead = [(moved.T.to(s.dtype) @ each) for each in (s, a_s, b_s)]
+        return kept[0], kept[1], kept[2], values, ahead[0], ahead[1], ahead[2]
+
+    def _rayleigh_ritz(
+        self, x: Tensor, ax: Tensor, bx: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        h = gram(x, ax)
+        values, y = torch.linalg.eigh((h + h.mH) / 2)
+        turn = y.T.to(x.dtype)
+        return turn @ x, turn @ ax, turn @ bx, values
+
+    def _orthonormalize(
+        self, w: Tensor, against: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return w, B-orthonormal to itself and to blocks, without what depends on them; and B w.
+
+        The Gram matrix is scaled and its eigenvalues near rounding are dropped (Stathopoulos and
+        Wu 2002).
+        """
+        unit = torch.finfo(w.dtype).eps
+        w = w / _norms(w).clamp(min=1e-300)[:, None].to(w.dtype)
+        bw = w
+        for turn in range(3):
+            for vectors, products in against:
+                if len(vectors):
+                    w = w - gram(products, w).T.to(w.dtype) @ vectors
+            bw = self._apply_b(w)
+            g = gram(w, bw)
+            check_finite(float(g.abs().sum()))
+            scale = g.diagonal().real
+            if bool((scale < 0).any()):
+                raise ValueError(
+                    "B: is not positive definite; swap A and B, or add to its diagonal"
+                )
+            scale = scale.clamp(min=1e-300).rsqrt()
+            values, y = torch.linalg.eigh(scale[:, None] * g * scale)
+            kept = values > (1e3 * unit if turn == 0 else 0.1) * float(values.max())
+            y = (scale[:, None] * y[:, kept]) * values[kept].rsqrt()
+            w, bw = y.T.to(w.dtype) @ w, y.T.to(w.dtype) @ bw
+            if not len(w):
+                break
+        return w, w, bw
+
+    def _apply_a(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        product = self.a.apply(x, torch.empty_like(x), alpha=self._sign)
+        lengths = _norms(x).clamp(min=1e-300)
+        self._norm_a = max(self._norm_a, float((_norms(product) / lengths).max()))
+        return product
+
+    def _apply_b(self, x: Tensor) -> Tensor:
+        if self.b is None:
+            self._norm_b = 1.0
+            return x
+        x = x.contiguous()
+        product = self.b.apply(x, torch.empty_like(x))
+        lengths = _norms(x).clamp(min=1e-300)
+        self._norm_b = max(self._norm_b, float((_norms(product) / lengths).max()))
+        return product
+
+    def _apply_m(self, residual: Tensor) -> Tensor:
+        if self._precondition is not None:
+            residual = residual.contiguous()
+            return self._precondition.apply(residual, torch.empty_like(residual))
+        return residual if self._diagonal is None else residual * self._diagonal
+
+    def _tolerances(self, values: Tensor, x: Tensor) -> Tensor:
+        """Return how large residuals may be, in terms of the vectors' norms."""
+        unit = torch.finfo(self.a.dtype).eps
+        floor = _ROUNDING * unit * (self._norm_a + values.abs() * self._norm_b)
+        return torch.maximum(self.problem.tol * values.abs(), floor) * _norms(x)
+
+    def _finish(self, x: Tensor, ax: Tensor, bx: Tensor, values: Tensor) -> Eigenpairs:
+        """Return the pairs with products that are computed anew."""
+        k = self.problem.k
+        x, _, bx = self._orthonormalize(x, [])
+        x, ax, bx, values = self._rayleigh_ritz(x, self._apply_a(x), bx)
+        x, values = x[:k], values[:k]
+        ax, bx = self._apply_a(x), self._apply_b(x)
+        residuals = _norms(ax - values[:, None].to(x.dtype) * bx)
+        return Eigenpairs(*self._order(values, x, residuals), self._report())
+
+    def _order(self, values: Tensor, x: Tensor, residuals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values = (self._sign * values).cpu()
+        order = values.argsort()
+        return values[order], x[order.to(x.device)].T, residuals.cpu()[order]
+
+    def _give_up(self, best: tuple[Tensor, Tensor, Tensor]) -> NoConvergenceError:
+        k = self.problem.k
+        values, vectors, residuals = self._order(*(each[:k] for each in best))
+        good = best[2][:k] <= self._tolerances(best[0], best[1])[:k]
+        return NoConvergenceError(
+            f"eigs: {int(good.sum())} of {k} eigenpairs converged after {self._num_steps} "
+            "iterations of LOBPCG; the error has the best iterate: values, vectors and residuals. "
+            "Give a preconditioner M=, raise max_restarts or tol, or pass the vectors as start=",
+            values=values,
+            vectors=vectors,
+            residuals=residuals,
+        )
+
+    def _report(self) -> SpectralReport:
+        count = _block_size(self.problem)
+        return make_report(
+            self.problem,
+            self._started,
+            method="lobpcg",
+            degree=1,
+            num_steps=self._num_steps,
+            num_restarts=0,
+            num_vectors=3 * count,
+            num_resident=3 * count,
+        )
+
+
+def _norms(vectors: Tensor) -> Tensor:
+    """Return the norms of rows, in float64."""
+    if not len(vectors):
+        return torch.zeros(0, dtype=torch.float64, device=vectors.device)
+    return torch.stack([gram(each[None], each[None])[0, 0].real for each in vectors]).sqrt()

@@ -1,0 +1,76 @@
+"""Results of eigensolvers: the pairs, their residuals, and the account of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from penstock.tables import Report
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpectralReport(Report, title="penstock.spectral"):
+    """The account of one solution."""
+
+    method: str
+    """Method: "lanczos", "lobpcg" or "dense"."""
+    degree: int
+    """Degree of the polynomial of the operator that was iterated with; 1 for the operator."""
+    num_products: int
+    """Products of the operator with one vector."""
+    num_steps: int
+    """Steps, in each of which a block of vectors was orthogonalised."""
+    num_restarts: int
+    """Restarts of the basis."""
+    num_basis_vectors: int
+    """Vectors of the basis."""
+    num_resident_vectors: int
+    """Those of them that stayed on the device."""
+    basis_bytes: int
+    """Bytes of all of the basis."""
+    peak_device_bytes: int
+    """The most bytes that the solver held on the device: basis, workspace and buffers."""
+    bytes_read: int
+    """Bytes of the basis and the operator that came from a lower tier."""
+    bytes_written: int
+    """Bytes of the basis that went to a lower tier."""
+    stall_seconds: float
+    """Time in which the solver waited for a lower tier."""
+    total_seconds: float
+    """Time from the call to the result."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Eigenpairs:
+    """Eigenvalues and eigenvectors; unpacks as `values, vectors`.
+
+    Attributes:
+        values: Eigenvalues, (k,), float64, rising.
+        vectors: Eigenvectors as columns, (n, k), in the order of the values.
+        residuals: Norms of A v - w v (A v - w B v), (k,), float64, as computed at the end.
+        report: The account of the solution.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    report: SpectralReport
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.values, self.vectors))
+
+
+def add_reports(first: SpectralReport, second: SpectralReport) -> SpectralReport:
+    """Return the account of two solutions, one after the other."""
+    largest = {"degree", "num_basis_vectors", "num_resident_vectors", "basis_bytes"}
+    largest |= {"peak_device_bytes"}
+    fields = {}
+    for field in dataclasses.fields(first):
+        a, b = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(a, str):
+            fields[field.name] = a if a == b else f"{a}, {b}"
+        else:
+            fields[field.name] = max(a, b) if field.name in largest else a + b
+    return SpectralReport(**fields)

@@ -1,0 +1,473 @@
+"""Solution of a standard problem by Lanczos: plan of the memory, filter, iteration and check."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CapacityError, NoConvergenceError
+from penstock.memory import ExtentFile, Ledger, Link, Tier
+from penstock.spectral._basis import Basis, buffer_bytes, gram, wide_dtype
+from penstock.spectral._filter import (
+    ChebyshevFilter,
+    SpectrumEstimate,
+    choose_filter,
+    estimate_spectrum,
+)
+from penstock.spectral._lanczos import RitzPairs, ThickRestartLanczos
+from penstock.spectral._operator import LinearOperator, SquaredOperator
+from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
+from penstock.units import format_bytes
+
+_ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
+_MOST_POLISHES = 4
+_POLISHED = 4.0  # times what is asked for: less than that polishing does not give
+_POLISH_DEGREE, _POLISH_GAIN = 12, 1e6
+_DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not damped by polishing
+_ESTIMATE_STEPS = 20
+_ACCEPTED = 1e3  # times what is asked for, where no polishing helps: the rounding of squares
+_WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
+_FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StandardProblem:
+    """A standard problem and the means to solve it.
+
+    Attributes:
+        operator: The operator.
+        k: Pairs that are wanted.
+        which: "LA", "SA" or "SM".
+        tol: Relative accuracy; 0: that of the dtype.
+        max_bytes: The most bytes on the device; None: what it takes.
+        file: File of the vectors that are not on the device; None: host memory.
+        max_restarts: Restarts after which the iteration gives up.
+        start: Vectors to begin with, (b, n), or None.
+        reduce: Sums a tensor over ranks, in place.
+        generator: Source of random vectors.
+        ledger: Account of bytes.
+    """
+
+    operator: LinearOperator
+    k: int
+    which: str
+    tol: float
+    max_bytes: int | None
+    file: ExtentFile | None
+    max_restarts: int
+    start: Tensor | None
+    reduce: Callable[[Tensor], Tensor]
+    generator: torch.Generator
+    ledger: Ledger
+
+
+@dataclasses.dataclass(frozen=True)
+class BasisPlan:
+    """Numbers of vectors: in the basis, of it on the device, and in a block."""
+
+    num_vectors: int
+    num_resident: int
+    block: int
+
+
+def num_basis_vectors(k: int) -> int:
+    """Return how many vectors a basis for k pairs has, of an operator with enough rows."""
+    return max(2 * k + 16, 32)
+
+
+def plan_basis(problem: StandardProblem, *, squared: bool) -> BasisPlan:
+    """Plan a basis and its residency within the budget.
+
+    Raises:
+        CapacityError: The budget does not hold the workspace, or the basis does not fit into it and
+            there is no lower tier.
+    """
+    operator, k = problem.operator, problem.k
+    vector_bytes = max(1, operator.most_length * operator.dtype.itemsize)
+    block = max(1, min(operator.block, k))
+    num_vectors = min(num_basis_vectors(k), operator.global_length)
+    blocks = 3 if squared else 2  # vectors and their products, and those between
+    if problem.max_bytes is None:
+        return BasisPlan(num_vectors, num_vectors, block)
+    while True:
+        room_bytes = problem.max_bytes - blocks * block * vector_bytes
+        if room_bytes >= num_vectors * vector_bytes:
+            return BasisPlan(num_vectors, num_vectors, block)
+        streamed_bytes = room_bytes - buffer_bytes(operator.most_length, operator.dtype)
+        if block == 1 or streamed_bytes >= 0:
+            break
+        block //= 2
+    if problem.file is None and operator.device.type == "cpu":
+        raise CapacityError(
+            f"max_bytes={problem.max_bytes}: a basis of {num_vectors} vectors of "
+            f"{format_bytes(vector_bytes)} does not fit; give store=, a directory on a disk, or "
+            f"max_bytes of at least {(num_vectors + blocks) * vector_bytes}"
+        )
+    if streamed_bytes < 0:
+        least = blocks * vector_bytes + buffer_bytes(operator.most_length, operator.dtype)
+        raise CapacityError(
+            f"max_bytes={problem.max_bytes} does not hold the workspace and buffers of vectors of "
+            f"{format_bytes(vector_bytes)}; give at least {least}"
+        )
+    return BasisPlan(num_vectors, streamed_bytes // vector_bytes, block)
+
+
+class StandardSolution:
+    """The course of one solution of a standard problem."""
+
+    def __init__(self, problem: StandardProblem) -> None:
+        self.problem = problem
+        self._started = time.perf_counter()
+        self._estimate: SpectrumEstimate | None = None
+        self._scale = 0.0
+        self._tightening = 1.0
+        self._filter = ChebyshevFilter()
+        self._iterated: LinearOperator = problem.operator
+        self._plan = BasisPlan(0, 0, 1)
+        self._costs = 1.0, 1.0
+        self._lanczos: ThickRestartLanczos | None = None
+
+    def solve(self) -> Eigenpairs:
+        """Return the pairs, in rising order.
+
+        Raises:
+            NoConvergenceError: The iteration gave up, or the operator failed.
+            CapacityError, StoreError: The budget or the store has no room.
+        """
+        self._choose()
+        problem, plan = self.problem, self._plan
+        operator = problem.operator
+        basis = Basis(
+            *(plan.num_vectors, operator.length, operator.dtype, operator.device),
+            num_resident=plan.num_resident,
+            file=problem.file,
+            ledger=problem.ledger,
+            reduce=problem.reduce,
+        )
+        workspace = 2 * plan.block * operator.length * operator.dtype.itemsize
+        problem.ledger.add(Tier.DEVICE, workspace)
+        self._lanczos = lanczos = ThickRestartLanczos(
+            *(self._iterated, problem.k, self._filter, basis),
+            block=plan.block,
+            max_restarts=problem.max_restarts,
+            generator=problem.generator,
+        )
+        try:
+            try:
+                start = self._fit_start(problem.start)
+                pairs = lanczos.solve(start, self._is_converged, self._refine)
+            except StopIteration:
+                raise self._give_up(f"after {problem.max_restarts} restarts") from None
+            except Exception as error:
+                if isinstance(error, CapacityError) or not lanczos.num_steps:
+                    raise
+                raise self._give_up(f"because {type(error).__name__}: {error}") from error
+            return self._finish(pairs, basis)
+        finally:
+            basis.close()
+            problem.ledger.add(Tier.DEVICE, -workspace)
+
+    def _choose(self) -> None:
+        """Choose what is iterated with, from an estimate of the spectrum where products are cheap.
+
+        A product of unknown cost, or of a dense matrix, costs more than a sweep over the basis.
+        """
+        problem, operator = self.problem, self.problem.operator
+        squared = problem.which == "SM"
+        item = operator.dtype.itemsize
+        plan = plan_basis(problem, squared=squared)
+        vector_bytes = operator.most_length * item
+        sweep = 2.0 * vector_bytes * (plan.num_vectors + problem.k) / 2 / plan.block
+        spilled = plan.num_vectors - plan.num_resident
+        sweep += _FILE_COST * spilled * vector_bytes / plan.block
+        product = operator.sweep_bytes / plan.block + 4.0 * vector_bytes
+        is_cheap = operator.sweep_bytes > 0 and product < 4 * sweep
+        needs_estimate = is_cheap or squared
+        if needs_estimate:
+            steps = min(operator.global_length - 1, max(60, 4 * plan.num_vectors))
+            self._estimate = estimate_spectrum(operator, steps, problem.generator, problem.reduce)
+            self._scale = self._estimate.norm
+        sign, squares = self._direction()
+        if squares:
+            self._iterated = SquaredOperator(operator)
+            self._estimate = estimate_spectrum(
+                self._iterated, max(60, 4 * plan.num_vectors), problem.generator, problem.reduce
+            )
+            product *= 2
+        elif squared:
+            plan = plan_basis(problem, squared=False)
+        self._plan = plan
+        self._filter = ChebyshevFilter(sign)
+        if self._estimate is not None and (is_cheap or squares):
+            self._costs = product, sweep
+            self._filter = self._make_filter(self._estimate, sign)
+
+    def _make_filter(self, estimate: SpectrumEstimate, sign: float) -> ChebyshevFilter:
+        product, sweep = self._costs
+        return choose_filter(estimate, self.problem.k, sign, product_cost=product, sweep_cost=sweep)
+
+    def _refine(self, pairs: RitzPairs) -> ChebyshevFilter | None:
+        """Return a filter that damps more, where the estimate of the spectrum was too coarse."""
+        old, estimate = self._filter, self._estimate
+        count = self.problem.k + 3
+        if old.degree == 1 or estimate is None or len(pairs.values) < count:
+            return None
+        values = pairs.values[:count].tolist()
+        if values[-1] <= 1:
+            return None
+        ritz = tuple(sorted(old.eigenvalue(each) for each in values))
+        found = self._make_filter(dataclasses.replace(estimate, ritz=ritz), old.sign)
+        if found.degree < _WORTHWHILE * old.degree:
+            return None
+        self._filter = found
+        return found
+
+    def _direction(self) -> tuple[float, bool]:
+        """Return the sign of the wanted end, and whether the operator is to be squared."""
+        which, estimate = self.problem.which, self._estimate
+        if which in ("LA", "SA"):
+            return (1.0 if which == "LA" else -1.0), False
+        assert estimate is not None
+        ritz = estimate.ritz
+        # Definite, as far as rounding lets one say.
+        tiny = 1e-10 * estimate.norm
+        if ritz[0] >= -tiny and ritz[-1] > 0:
+            return -1.0, False
+        if ritz[-1] <= tiny and ritz[0] < 0:
+            return 1.0, False
+        return -1.0, True
+
+    def _fit_start(self, start: Tensor | None) -> Tensor | None:
+        """Return as many vectors as a block has: those given, their sums, or with random ones."""
+        if start is None:
+            return None
+        block, count = self._plan.block, len(start)
+        if count >= block:
+            groups = torch.arange(count, device=start.device) % block
+            shape = (block, start.shape[1])
+            return torch.zeros(shape, dtype=start.dtype, device=start.device).index_add_(
+                0, groups, start
+            )
+        drawn = torch.randn(
+            block - count, start.shape[1], dtype=start.dtype, generator=self.problem.generator
+        )
+        return torch.cat([start, drawn.to(start.device)])
+
+    def _tolerances(self, eigenvalues: Tensor) -> Tensor:
+        """Return how large residuals may be, for eigenvalues of the operator."""
+        unit = torch.finfo(self.problem.operator.dtype).eps
+        self._scale = max(self._scale, float(eigenvalues.abs().max()))
+        return (self.problem.tol * eigenvalues.abs()).clamp(min=_ROUNDING * unit * self._scale)
+
+    def _is_converged(self, pairs: RitzPairs) -> bool:
+        k, chebyshev = self.problem.k, self._filter
+        if len(pairs.values) < k:
+            return False
+        values = pairs.values[:k].tolist()
+        if self._iterated is self.problem.operator:
+            found = torch.tensor([chebyshev.eigenvalue(each) for each in values])
+            slopes = torch.tensor([chebyshev.slope(each) for each in values])
+        else:
+            # t = lambda^2, so d lambda = d t / (2 lambda); an eigenvalue near zero is told from the
+            # others, which lie as far as the largest of those wanted.
+            squares = torch.tensor([max(0.0, chebyshev.eigenvalue(each)) for each in values])
+            found = squares.sqrt()
+            least = 0.25 * float(found.max())
+            slopes = torch.tensor([chebyshev.slope(each) for each in values])
+            slopes *= 2 * found.clamp(min=max(least, 1e-300))
+        wanted = self._tolerances(found.double()) * self._tightening
+        return bool((pairs.residuals[:k] <= wanted * slopes.double()).all())
+
+    # ------------------------------------------------------------------ the end
+
+    def _finish(self, pairs: RitzPairs, basis: Basis) -> Eigenpairs:
+        """Return the Ritz pairs of the operator itself, polished until they are good enough."""
+        x = self._combine(pairs, basis, self.problem.k)
+        values, x, residuals = self._rayleigh_ritz(x)
+        for _ in range(_MOST_POLISHES):
+            if bool((residuals <= _POLISHED * self._tolerances(values)).all()):
+                break
+            self._polish(x, self._choose_polish(values))
+            values, x, residuals = self._rayleigh_ritz(x)
+        bad = residuals > _ACCEPTED * self._tolerances(values)
+        if bool(bad.any()):
+            raise NoConvergenceError(
+                f"eigs: {int(bad.sum())} of {len(x)} residuals are up to "
+                f"{float(residuals.max()):.3g}, which the rounding of the filtered operator keeps "
+                "from falling; the error has the pairs. Raise tol, or ask for another end",
+                values=values,
+                vectors=x.T,
+                residuals=residuals,
+            )
+        if bool((residuals > _POLISHED * self._tolerances(values)).any()):
+            warnings.warn(
+                f"penstock.spectral: residuals are up to {float(residuals.max()):.3g}, where "
+                f"{float(self._tolerances(values).max()):.3g} was asked for: rounding keeps them "
+                "from falling. The result's `residuals` has each",
+                stacklevel=4,
+            )
+        return Eigenpairs(values, x.T, residuals, self.report())
+
+    def _combine(self, pairs: RitzPairs, basis: Basis, k: int) -> Tensor:
+        operator = self.problem.operator
+        out = torch.empty(k, operator.length, dtype=operator.dtype, device=operator.device)
+        return basis.combine(pairs.vectors[:, :k].to(operator.device), out)
+
+    def _rayleigh_ritz(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return eigenvalues, vectors and residuals of the operator on the span of `x`."""
+        reduce, operator = self.problem.reduce, self.problem.operator
+        for _ in range(2):
+            factor = torch.linalg.cholesky(reduce(gram(x, x)))
+            _rotate(x, torch.linalg.inv(factor).mH)
+        block = self._plan.block
+        h = torch.empty(len(x), len(x), dtype=wide_dtype(x.dtype), device=x.device)
+        for begin in range(0, len(x), block):
+            part = x[begin : begin + block]
+            h[:, begin : begin + block] = gram(x, operator.apply(part, torch.empty_like(part)))
+        h = reduce(h)
+        values, y = torch.linalg.eigh((h + h.mH) / 2)
+        _rotate(x, y)
+        residuals = torch.empty(len(x), dtype=torch.float64, device=x.device)
+        for begin in range(0, len(x), block):
+            part = x[begin : begin + block]
+            found = operator.apply(part, torch.empty_like(part))
+            found -= values[begin : begin + block, None].to(found.dtype) * part
+            residuals[begin : begin + block] = torch.stack(
+                [gram(each[None], each[None])[0, 0].real for each in found]
+            )
+        return values.cpu(), x, reduce(residuals).sqrt().cpu()
+
+    def _choose_polish(self, values: Tensor) -> ChebyshevFilter:
+        """Return a filter that damps rounding errors, which are spread over all of the spectrum.
+
+        What lies close to the wanted values stays: it hardly adds to the residuals.
+        """
+        if self._estimate is None:
+            steps = min(_ESTIMATE_STEPS, self.problem.operator.global_length - 1)
+            self._estimate = estimate_spectrum(
+                self._iterated, steps, self.problem.generator, self.problem.reduce
+            )
+        sign, estimate = self._filter.sign, self._estimate
+        found = values if self._iterated is self.problem.operator else values**2
+        worst, best = float((sign * found).min()), float((sign * found).max())
+        low = min(sign * estimate.low, sign * estimate.high)
+        cut = worst - _DAMPED * (worst - low)
+        center, half_width = (cut + low) / 2, max((cut - low) / 2, 1e-300)
+        most = math.acosh(max(1 + 1e-12, (best - center) / half_width))
+        degree = max(2, min(_POLISH_DEGREE, round(math.acosh(_POLISH_GAIN) / most)))
+        return ChebyshevFilter(sign, center, half_width, degree)
+
+    def _polish(self, x: Tensor, chebyshev: ChebyshevFilter) -> None:
+        """Filter the vectors, block by block, in place."""
+        for begin in range(0, len(x), self._plan.block):
+            part = x[begin : begin + self._plan.block]
+            filtered, _ = chebyshev.apply(self._iterated, part.clone(), torch.empty_like(part))
+            norms = torch.stack([gram(each[None], each[None])[0, 0].real for each in filtered])
+            part.copy_(filtered / self.problem.reduce(norms).sqrt()[:, None].to(filtered.dtype))
+
+    def _give_up(self, reason: str) -> NoConvergenceError:
+        """Return the error that carries the best iterate."""
+        lanczos, k = self._lanczos, self.problem.k
+        assert lanczos is not None
+        pairs = lanczos.best()
+        k = min(k, len(pairs.values))
+        lanczos.basis.count = lanczos._known
+        x = self._combine(pairs, lanczos.basis, k)
+        values = torch.tensor([self._filter.eigenvalue(e) for e in pairs.values[:k].tolist()])
+        slopes = torch.tensor([self._filter.slope(e) for e in pairs.values[:k].tolist()])
+        residuals = pairs.residuals[:k] / slopes
+        order = values.argsort()
+        num_good = int((residuals <= self._tolerances(values.double())).sum())
+        return NoConvergenceError(
+            f"eigs: {num_good} of {self.problem.k} eigenpairs converged {reason}; the error has "
+            "the best iterate: values, vectors and estimates of residuals. Raise max_restarts or "
+            "tol, or pass the vectors as start=",
+            values=values.double()[order],
+            vectors=x[order.to(x.device)].T,
+            residuals=residuals[order],
+        )
+
+    def report(self) -> SpectralReport:
+        """Return the account of the solution so far."""
+        plan, lanczos = self._plan, self._lanczos
+        return make_report(
+            self.problem,
+            self._started,
+            method="lanczos",
+            degree=self._filter.degree,
+            num_steps=lanczos.num_steps if lanczos else 0,
+            num_restarts=lanczos.num_restarts if lanczos else 0,
+            num_vectors=plan.num_vectors,
+            num_resident=plan.num_resident,
+        )
+
+
+def solve_standard(problem: StandardProblem) -> Eigenpairs:
+    """Solve a problem; those of the largest magnitude are at the ends, at one or at both."""
+    if problem.which != "LM":
+        return StandardSolution(problem).solve()
+    steps = min(problem.operator.global_length - 1, 60 + 2 * problem.k)
+    found = estimate_spectrum(problem.operator, steps, problem.generator, problem.reduce)
+    ritz, k, margin = found.ritz, problem.k, 0.05 * found.norm
+    ends = ["SA", "LA"]
+    if len(ritz) > k and -found.low < ritz[-k] - margin:
+        ends = ["LA"]
+    elif len(ritz) > k and found.high < -ritz[k - 1] - margin:
+        ends = ["SA"]
+    parts = [StandardSolution(dataclasses.replace(problem, which=end)).solve() for end in ends]
+    if len(parts) == 1:
+        return parts[0]
+    values = torch.cat([each.values for each in parts])
+    chosen = values.abs().argsort(descending=True)[:k]
+    chosen = chosen[values[chosen].argsort()]
+    vectors = torch.cat([each.vectors.T for each in parts])[chosen.to(parts[0].vectors.device)]
+    residuals = torch.cat([each.residuals for each in parts])[chosen]
+    return Eigenpairs(values[chosen], vectors.T, residuals, add_reports(*(p.report for p in parts)))
+
+
+def make_report(
+    problem: StandardProblem,
+    started: float,
+    *,
+    method: str,
+    degree: int,
+    num_steps: int,
+    num_restarts: int,
+    num_vectors: int,
+    num_resident: int,
+) -> SpectralReport:
+    """Return the report of a solution that was started at a time of `time.perf_counter`."""
+    ledger, operator = problem.ledger, problem.operator
+    return SpectralReport(
+        method=method,
+        degree=degree,
+        num_products=operator.num_products,
+        num_steps=num_steps,
+        num_restarts=num_restarts,
+        num_basis_vectors=num_vectors,
+        num_resident_vectors=num_resident,
+        basis_bytes=num_vectors * operator.length * operator.dtype.itemsize,
+        peak_device_bytes=ledger.peak(Tier.DEVICE),
+        bytes_read=sum(ledger.moved(link) for link in _READS),
+        bytes_written=sum(ledger.moved(link) for link in _WRITES),
+        stall_seconds=ledger.stall_seconds,
+        total_seconds=time.perf_counter() - started,
+    )
+
+
+_READS = (Link.FILE_TO_DEVICE, Link.FILE_TO_HOST, Link.HOST_TO_DEVICE)
+_WRITES = (Link.DEVICE_TO_FILE, Link.HOST_TO_FILE, Link.DEVICE_TO_HOST)
+
+
+def _rotate(x: Tensor, y: Tensor) -> None:
+    """Replace vectors by combinations, x'_j = sum_i y_ij x_i, chunk by chunk."""
+    width = 1 << 16
+    for begin in range(0, x.shape[1], width):
+        part = x[:, begin : begin + width]
+        part.copy_((y.T @ part.to(y.dtype)).to(x.dtype))

@@ -1,0 +1,339 @@
+"""Operators larger than the device: their rows stream past in tiles, some of which stay.
+
+A product uses each tile once and products follow each other, so the order of uses is a cycle, and
+of tiles that are read only. What Belady's rule evicts on a cycle is the tile that was just used: a
+fixed set stays, as many as the budget holds, and the others go through two buffers, one of which is
+read into while the other is multiplied. What multiplies a tile also takes the step of the Chebyshev
+recurrence for its rows, which are still in the cache.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CapacityError, StoreReadError
+from penstock.memory import Ledger, Link, Tier, WholeFile
+from penstock.memory.pages import DIRECT_IO_BYTES, map_anonymous, round_up
+from penstock.spectral import _native
+from penstock.spectral._operator import LinearOperator, combine_dense
+from penstock.unified import UnifiedTensor
+from penstock.unified.file.layout import RowLayout, open_layout
+from penstock.units import format_bytes
+
+_LEAST_TILE_BYTES = 256 << 10
+_TILE_BYTES = 32 * 2**20
+_BLOCK = 4  # vectors that share a read of the operator
+
+
+class TileSource(abc.ABC):
+    """A matrix in a file, of which ranges of rows are read.
+
+    Attributes:
+        shape: Rows and columns.
+        dtype: Dtype of the entries.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @abc.abstractmethod
+    def tile_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of memory that rows take."""
+
+    @abc.abstractmethod
+    def read(self, begin: int, end: int, memory: Tensor) -> tuple[Tensor, ...]:
+        """Read rows into memory, uint8, and return the tensors that they are."""
+
+    @abc.abstractmethod
+    def combine(
+        self, tile: tuple[Tensor, ...], begin: int, x: Tensor, out: Tensor, factors: Factors
+    ) -> None:
+        """Compute `out = alpha A x + gamma z + beta out` for the rows of a tile."""
+
+
+Factors = tuple[float, Tensor, float, float]
+"""alpha, z, gamma and beta."""
+
+
+class DenseSource(TileSource):
+    """A dense matrix in a table in a file."""
+
+    def __init__(self, table: UnifiedTensor) -> None:
+        self.shape, self.dtype = (table.shape[0], table.shape[1]), table.dtype
+        self._table = table
+
+    def tile_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of rows; see `TileSource`."""
+        return (end - begin) * self.shape[1] * self.dtype.itemsize
+
+    def read(self, begin: int, end: int, memory: Tensor) -> tuple[Tensor, ...]:
+        """Read rows; see `TileSource`."""
+        num_bytes = self.tile_bytes(begin, end)
+        rows = memory[:num_bytes].view(self.dtype).view(end - begin, self.shape[1])
+        self._table.gather_rows(torch.arange(begin, end), out=rows)
+        return (rows,)
+
+    def combine(
+        self, tile: tuple[Tensor, ...], begin: int, x: Tensor, out: Tensor, factors: Factors
+    ) -> None:
+        """Compute the rows of a tile; see `TileSource`."""
+        alpha, z, gamma, beta = factors
+        part = slice(begin, begin + len(tile[0]))
+        combine_dense(tile[0], x, out[:, part], alpha, z[:, part], gamma, beta)
+
+
+class SparseSource(TileSource):
+    """A matrix in CSR whose columns and values are lists in files; offsets are in memory."""
+
+    def __init__(self, offsets: Tensor, columns: FileList, values: FileList, width: int) -> None:
+        self.shape, self.dtype = (len(offsets) - 1, width), values.dtype
+        self._offsets, self._columns, self._values = offsets, columns, values
+
+    def tile_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of rows; see `TileSource`."""
+        first, last = int(self._offsets[begin]), int(self._offsets[end])
+        return self._columns.room_bytes(last - first) + self._values.room_bytes(last - first)
+
+    def read(self, begin: int, end: int, memory: Tensor) -> tuple[Tensor, ...]:
+        """Read rows; see `TileSource`."""
+        first, last = int(self._offsets[begin]), int(self._offsets[end])
+        room = self._columns.room_bytes(last - first)
+        columns = self._columns.read(first, last, memory[:room])
+        values = self._values.read(first, last, memory[room:])
+        return self._offsets[begin : end + 1].to(columns.dtype), columns, values
+
+    def combine(
+        self, tile: tuple[Tensor, ...], begin: int, x: Tensor, out: Tensor, factors: Factors
+    ) -> None:
+        """Compute the rows of a tile; see `TileSource`."""
+        alpha, z, gamma, beta = factors
+        _native.combine_rows(
+            *(*tile, x, out), first_row=begin, alpha=alpha, z=z, gamma=gamma, beta=beta
+        )
+
+
+class FileList:
+    """A list of numbers in a file, of which ranges are read past the page cache.
+
+    Attributes:
+        count: Numbers in the list.
+        dtype: Their dtype.
+    """
+
+    def __init__(self, source: str | os.PathLike[str]) -> None:
+        self._layout: RowLayout = open_layout(source)
+        is_plain = self._layout.block_bytes == self._layout.row_bytes
+        if len(self._layout.shape) != 1 or not is_plain:
+            raise ValueError(
+                f"operator: the list in {self._layout.path} has shape {self._layout.shape}; give "
+                "one of one dimension, in a .npy or .safetensors file"
+            )
+        self._file = WholeFile(self._layout.path)
+        self.count, self.dtype = self._layout.num_rows, self._layout.dtype
+
+    def room_bytes(self, count: int) -> int:
+        """Return the bytes that `read` needs for a range, with the pages around it."""
+        return round_up(count * self.dtype.itemsize) + 2 * DIRECT_IO_BYTES
+
+    def read(self, begin: int, end: int, memory: Tensor) -> Tensor:
+        """Read a range into memory that begins at a page, and return it."""
+        item = self.dtype.itemsize
+        first = self._layout.offset + begin * item
+        start = first // DIRECT_IO_BYTES * DIRECT_IO_BYTES
+        stop = self._layout.offset + end * item
+        whole = min(round_up(stop), self._file.num_bytes // DIRECT_IO_BYTES * DIRECT_IO_BYTES)
+        if whole > start:
+            self._file.read(start, memory.data_ptr(), whole - start)
+        if stop > max(whole, start):  # the last page of the file is not whole
+            at = max(whole, start)
+            rest = self._file.read_bytes(at, stop - at)
+            if len(rest) < stop - at:
+                path = self._layout.path
+                raise StoreReadError(f"{path} is shorter than it was", path=path, offset=at)
+            memory[at - start : stop - start] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+        found = memory[first - start : stop - start]
+        if (first - start) % item:  # a header of another length than a multiple of the numbers'
+            found = found.clone()
+        return found.view(self.dtype)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TileStream:
+    """Tiles of a matrix in order, again and again; some stay in memory.
+
+    Args:
+        source: The matrix.
+        budget_bytes: The most bytes of tiles that are in memory at once; None: all are kept.
+        ledger: Account of bytes.
+        device: Device of the tiles.
+
+    Attributes:
+        held_bytes: Bytes of the tiles that are kept and of the buffers.
+
+    Raises:
+        CapacityError: The budget does not hold two tiles of a row.
+    """
+
+    def __init__(
+        self, source: TileSource, *, budget_bytes: int | None, ledger: Ledger, device: torch.device
+    ) -> None:
+        self._source, self._ledger, self._device = source, ledger, device
+        total = source.tile_bytes(0, source.shape[0])
+        room = 2 * total + 1 if budget_bytes is None else budget_bytes
+        # As many tiles as make two buffers an eighth of the budget; of a small one they may be
+        # half, since a tile's lists begin and end within pages, and a row may be less than one.
+        tile_bytes = max(room // 16, min(room // 4, _LEAST_TILE_BYTES))
+        self._bounds = _cut(source, max(1, min(_TILE_BYTES, tile_bytes)))
+        sizes = [round_up(source.tile_bytes(*each)) for each in self._bounds]
+        self._buffer_bytes = max(sizes, default=0)
+        is_whole = sum(sizes) <= room
+        self.held_bytes = 0 if is_whole else 2 * self._buffer_bytes
+        if self.held_bytes > room:
+            raise CapacityError(
+                f"max_bytes: {format_bytes(room)} are left for tiles of the operator, but two of "
+                f"one row have {format_bytes(2 * self._buffer_bytes)}; raise max_bytes"
+            )
+        self._num_kept = 0
+        while self._num_kept < len(sizes) and self.held_bytes + sizes[self._num_kept] <= room:
+            self.held_bytes += sizes[self._num_kept]
+            self._num_kept += 1
+        self._kept: dict[int, tuple[Tensor, ...]] = {}
+        self._buffers = [] if is_whole else [_map(self._buffer_bytes) for _ in range(2)]
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-tiles")
+        self._pending: tuple[int, Future[Any]] | None = None
+        self._turn = 0
+        ledger.add(Tier.DEVICE, self.held_bytes)
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of the matrix."""
+        return len(self._bounds)
+
+    @property
+    def num_kept(self) -> int:
+        """Tiles that stay in memory."""
+        return self._num_kept
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Yield each tile with its first row; it is valid until the next is asked for."""
+        for at, (begin, _) in enumerate(self._bounds):
+            yield begin, self._take(at)
+
+    def _take(self, at: int) -> tuple[Tensor, ...]:
+        """Return a tile, and start to read the next one that is not in memory."""
+        if at < self._num_kept:
+            if at not in self._kept:
+                memory = _map(self._source.tile_bytes(*self._bounds[at]))
+                self._kept[at] = self._to_device(self._read(at, memory))
+            return self._kept[at]
+        if self._pending is None or self._pending[0] != at:
+            self._wait_for_pending()
+            self._start(at)
+        assert self._pending is not None
+        began = time.perf_counter_ns()
+        pending, self._pending = self._pending[1], None
+        tile = pending.result()
+        self._ledger.record_stall("tile", began, time.perf_counter_ns())
+        # The buffer that is read into now is that of the tile before, which is used no more.
+        self._start(at + 1 if at + 1 < len(self._bounds) else self._num_kept)
+        return self._to_device(tile)
+
+    def _to_device(self, tile: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(each.to(self._device) for each in tile)
+
+    def _start(self, at: int) -> None:
+        self._turn += 1
+        buffer = self._buffers[self._turn % 2]
+        self._pending = at, self._threads.submit(self._read, at, buffer)
+
+    def _read(self, at: int, memory: Tensor) -> tuple[Tensor, ...]:
+        began = time.perf_counter_ns()
+        tile = self._source.read(*self._bounds[at], memory)
+        num_bytes = sum(each.numel() * each.element_size() for each in tile)
+        self._ledger.record_transfer(Link.FILE_TO_DEVICE, num_bytes, began)
+        return tile
+
+    def _wait_for_pending(self) -> None:
+        if self._pending is not None:
+            self._pending[1].exception()
+            self._pending = None
+
+    def close(self) -> None:
+        """Give back memory and threads; further calls do nothing."""
+        self._wait_for_pending()
+        self._threads.shutdown(wait=True)
+        self._kept.clear()
+        self._ledger.add(Tier.DEVICE, -self.held_bytes)
+        self.held_bytes = 0
+
+
+class TiledOperator(LinearOperator):
+    """A square matrix, or some rows of one, that is read tile by tile.
+
+    Args:
+        source: The matrix.
+        budget_bytes: The most bytes of tiles and reserved vectors; None: all tiles are kept.
+        num_reserved: Vectors for which the budget has to have room beside the tiles.
+        ledger: Account of bytes.
+        device: Device of the vectors.
+    """
+
+    def __init__(
+        self,
+        source: TileSource,
+        *,
+        budget_bytes: int | None,
+        num_reserved: int,
+        ledger: Ledger,
+        device: torch.device,
+    ) -> None:
+        num_rows = source.shape[0]
+        total = source.tile_bytes(0, num_rows)
+        super().__init__(num_rows, source.dtype, device, sweep_bytes=total, block=_BLOCK)
+        room = budget_bytes
+        if room is not None:
+            room = max(0, room - num_reserved * num_rows * source.dtype.itemsize)
+        self._source = source
+        self.tiles = TileStream(source, budget_bytes=room, ledger=ledger, device=device)
+        self.held_bytes = self.tiles.held_bytes
+
+    def _combine(
+        self, x: Tensor, out: Tensor, alpha: float, z: Tensor, gamma: float, beta: float
+    ) -> None:
+        for begin, tile in self.tiles:
+            self._source.combine(tile, begin, x, out, (alpha, z, gamma, beta))
+
+    def close(self) -> None:
+        """Give back what the operator holds; see `LinearOperator`."""
+        self.tiles.close()
+
+
+def _cut(source: TileSource, tile_bytes: int) -> list[tuple[int, int]]:
+    """Return ranges of rows of at most so many bytes, but of at least one row."""
+    bounds, begin, num_rows = [], 0, source.shape[0]
+    while begin < num_rows:
+        low, high = begin + 1, num_rows
+        while low < high:
+            middle = (low + high + 1) // 2
+            if source.tile_bytes(begin, middle) <= tile_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        bounds.append((begin, low))
+        begin = low
+    return bounds
+
+
+def _map(num_bytes: int) -> Tensor:
+    return torch.frombuffer(map_anonymous(num_bytes, private=True), dtype=torch.uint8)

@@ -1,0 +1,186 @@
+"""Eigenvalues against analytic spectra, dense factorisations and ARPACK."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.spectral import CSR, SymmetricOperator, eigs
+from penstock.unified import unify
+from spectral_cases import dense, grid_laplacian, grid_spectrum, residuals, with_spectrum
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
+
+
+def wanted(spectrum, k: int, which: str):
+    """The k values that `which` asks for, rising."""
+    spectrum = spectrum.sort().values
+    if which == "BE":
+        return torch.cat([spectrum[: k // 2], spectrum[len(spectrum) - (k - k // 2) :]])
+    if which in ("LM", "SM"):
+        order = spectrum.abs().argsort(descending=which == "LM")
+        return spectrum[order[:k]].sort().values
+    return spectrum[:k] if which == "SA" else spectrum[len(spectrum) - k :]
+
+
+@pytest.mark.parametrize("which", ["LA", "SA", "LM", "SM", "BE"])
+def test_no_eigenvalue_of_a_grid_is_missed(which: str):
+    """A cube: most eigenvalues are there three or six times."""
+    pairs = eigs(grid_laplacian(9, 9, 9), 11, which=which)
+    torch.testing.assert_close(
+        pairs.values, wanted(grid_spectrum(9, 9, 9), 11, which), rtol=0, atol=1e-12
+    )
+    assert float(pairs.residuals.max()) < 1e-13
+    gram = pairs.vectors.T @ pairs.vectors
+    torch.testing.assert_close(gram, torch.eye(11, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_a_loose_tolerance_misses_none_either():
+    for side in (11, 14):
+        pairs = eigs(grid_laplacian(side, side), 8, which="SA", tol=1e-3)
+        expected = grid_spectrum(side, side)[:8]
+        torch.testing.assert_close(pairs.values, expected, rtol=1e-3, atol=0)
+
+
+def test_a_callable_misses_no_multiple_eigenvalue():
+    """Single vectors, no filter: copies come only from the random starts after convergence."""
+    spectrum = torch.cat([torch.linspace(0, 1, 292), torch.tensor([2.0] * 5 + [3.0] * 3)]).double()
+    q = with_spectrum(spectrum)
+    pairs = eigs(SymmetricOperator(lambda v: q @ v, 300, dtype=torch.float64), 8)
+    torch.testing.assert_close(pairs.values, wanted(spectrum, 8, "LA"), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=16)
+@given(
+    num_rows=st.integers(2, 200),
+    k=st.integers(1, 7),
+    which=st.sampled_from(["LA", "SA", "LM", "BE"]),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(["dense", "csr", "callable", "table"]),
+    seed=st.integers(0, 99),
+)
+def test_shapes_and_dtypes(num_rows: int, k: int, which: str, dtype, kind: str, seed: int):
+    k = min(k, num_rows - 1)
+    generator = torch.Generator().manual_seed(seed)
+    spectrum = torch.randn(num_rows, dtype=torch.float64, generator=generator)
+    spectrum[torch.randint(num_rows, (3,), generator=generator)] *= 3
+    matrix = with_spectrum(spectrum, dtype=dtype, seed=seed)
+    source = {
+        "dense": lambda: matrix,
+        "csr": lambda: matrix.to_sparse_csr(),
+        "callable": lambda: SymmetricOperator(lambda v: matrix @ v, num_rows, dtype=dtype),
+        "table": lambda: unify(matrix),
+    }[kind]()
+    pairs = eigs(source, k, which=which)
+    unit = torch.finfo(dtype).eps * float(spectrum.abs().max())
+    expected = wanted(torch.linalg.eigvalsh(matrix.to(torch.complex128)), k, which)
+    torch.testing.assert_close(pairs.values, expected, rtol=0, atol=200 * unit)
+    assert pairs.vectors.shape == (num_rows, k) and pairs.vectors.dtype == dtype
+    assert float(residuals(matrix, pairs).max()) < 400 * unit
+
+
+STIFF = {
+    "stiff": torch.logspace(-6, 3, 200, dtype=torch.float64),
+    "clustered": torch.cat(
+        [torch.linspace(0, 1, 190).double(), 2 + 1e-9 * torch.arange(10.0, dtype=torch.float64)]
+    ),
+    "indefinite": torch.linspace(-3, 3.01, 200, dtype=torch.float64) ** 3,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("name", sorted(STIFF))
+def test_residuals_are_at_most_those_of_arpack(name: str, dtype):
+    linalg = pytest.importorskip("scipy.sparse.linalg")
+    matrix = with_spectrum(STIFF[name], dtype=dtype)
+    for which in ("LA", "LM"):
+        pairs = eigs(matrix, 6, which=which)
+        values, vectors = linalg.eigsh(matrix.numpy(), 6, which=which)
+        theirs = torch.from_numpy(matrix.numpy() @ vectors - vectors * values).norm(dim=0).max()
+        # Both end in rounding errors of products, which differ from one summation to another.
+        rounding = 16 * torch.finfo(torch.float64).eps * float(STIFF[name].abs().max())
+        assert float(residuals(matrix, pairs).max()) <= max(float(theirs), rounding)
+        expected = wanted(STIFF[name], 6, which)
+        torch.testing.assert_close(pairs.values, expected, rtol=0, atol=1e-10)
+
+
+def test_interior_eigenvalues_of_an_indefinite_matrix():
+    matrix = dense(grid_laplacian(8, 7, 6)) - 5.03 * torch.eye(336, dtype=torch.float64)
+    pairs = eigs(matrix.to_sparse_csr(), 5, which="SM")
+    expected = wanted(grid_spectrum(8, 7, 6) - 5.03, 5, "SM")
+    torch.testing.assert_close(pairs.values, expected, rtol=0, atol=1e-11)
+    assert float(residuals(matrix, pairs).max()) < 1e-11
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    matrix = grid_laplacian(30, 30)
+    first = eigs(matrix, 3)
+    again = eigs(matrix, 3)
+    assert torch.equal(first.values, again.values)
+    assert torch.equal(first.vectors, again.vectors)
+
+
+def test_a_start_saves_products():
+    matrix = with_spectrum(torch.linspace(0, 1, 300, dtype=torch.float64) ** 2)
+    cold = eigs(matrix, 4)
+    warm = eigs(matrix, 4, start=cold.vectors, tol=1e-8)
+    assert warm.report.num_products < cold.report.num_products
+    torch.testing.assert_close(warm.values, cold.values, rtol=0, atol=1e-8)
+
+
+def test_objects_of_scipy():
+    sparse = pytest.importorskip("scipy.sparse")
+    matrix = grid_laplacian(13, 12)
+    lists = (matrix.values.numpy(), matrix.columns.numpy(), matrix.offsets.numpy())
+    theirs = sparse.csr_matrix(lists, shape=matrix.shape)
+    expected = grid_spectrum(13, 12)[-3:]
+    for source in (
+        theirs,
+        theirs.tocoo(),
+        sparse.linalg.aslinearoperator(theirs),
+        theirs.toarray(),
+    ):
+        torch.testing.assert_close(eigs(source, 3).values, expected, rtol=0, atol=1e-12)
+
+
+def test_wide_indices_and_coo():
+    matrix = dense(grid_laplacian(12, 13))
+    expected = grid_spectrum(12, 13)[:2]
+    for source in (matrix.to_sparse_csr(), matrix.to_sparse_coo()):
+        assert source.layout != torch.strided
+        found = eigs(source, 2, which="SA").values
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_without_a_compiler_the_values_are_the_same(monkeypatch):
+    from penstock.spectral import _native
+
+    matrix = grid_laplacian(15, 12)
+    before = eigs(matrix, 3)
+    monkeypatch.setattr(_native, "_library", lambda: None)
+    torch.testing.assert_close(eigs(matrix, 3).values, before.values, rtol=0, atol=1e-13)
+
+
+def test_a_diagonal_matrix_and_few_rows():
+    values = torch.tensor([3.0, -1.0, 2.0, 0.0])
+    pairs = eigs(torch.diag(values), 3, which="LM")
+    assert pairs.values.tolist() == [-1.0, 2.0, 3.0]
+    values, vectors = eigs(torch.diag(values), 1, which="SM")
+    assert values.tolist() == [0.0] and vectors.abs().argmax() == 3
+
+
+def test_the_zero_matrix_and_the_identity():
+    for matrix in (torch.zeros(200, 200), torch.eye(200)):
+        pairs = eigs(matrix.double(), 3)
+        torch.testing.assert_close(pairs.values, matrix.double().diagonal()[:3])
+        assert float(pairs.residuals.max()) < 1e-14
+    empty = CSR(
+        torch.zeros(201, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int32),
+        torch.zeros(0, dtype=torch.float64),
+        (200, 200),
+    )
+    assert eigs(empty, 2, which="SA").values.abs().max() < 1e-300

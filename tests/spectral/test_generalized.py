@@ -1,0 +1,86 @@
+"""Generalised problems, with and without a preconditioner, against dense factorisations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.errors import CapacityError, NoConvergenceError
+from penstock.spectral import SymmetricOperator, eigs
+from spectral_cases import dense, from_entries, grid_laplacian, residuals, with_spectrum
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mass_matrix(num_rows: int, *, seed: int = 0):
+    """A diagonal mass matrix with a condition of about a hundred."""
+    generator = torch.Generator().manual_seed(seed)
+    diagonal = 10 ** (2 * torch.rand(num_rows, dtype=torch.float64, generator=generator))
+    place = torch.arange(num_rows).numpy()
+    return from_entries(place, place, diagonal.numpy(), num_rows)
+
+
+def expected_values(a, b):
+    factor = torch.linalg.inv(torch.linalg.cholesky(b))
+    return torch.linalg.eigvalsh(factor @ a @ factor.mH)
+
+
+@pytest.mark.parametrize("which", ["SA", "LA"])
+def test_values_and_residuals(which: str):
+    a, b = grid_laplacian(14, 13), mass_matrix(182)
+    pairs = eigs(a, 5, which=which, B=b)
+    spectrum = expected_values(dense(a), dense(b))
+    expected = spectrum[:5] if which == "SA" else spectrum[-5:]
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-9, atol=1e-13)
+    assert float(residuals(dense(a), pairs, dense(b)).max()) < 1e-12
+    gram = pairs.vectors.T @ dense(b) @ pairs.vectors
+    torch.testing.assert_close(gram, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-11)
+
+
+def test_complex_hermitian_with_dense_mass():
+    a = with_spectrum(torch.linspace(1, 50, 160).double(), dtype=torch.complex128)
+    b = with_spectrum(torch.linspace(1, 3, 160).double(), dtype=torch.complex128, seed=1)
+    pairs = eigs(a, 4, which="SA", B=b)
+    torch.testing.assert_close(pairs.values, expected_values(a, b)[:4], rtol=1e-10, atol=0)
+    assert float(residuals(a, pairs, b).max()) < 1e-11
+
+
+def test_a_preconditioner_saves_steps():
+    """The stiff matrix that plain iterations hardly get on with: its condition is 1e8."""
+    spectrum = torch.logspace(-4, 4, 200, dtype=torch.float64)
+    a = with_spectrum(spectrum)
+    near = torch.linalg.inv(a + 1e-3 * torch.eye(200, dtype=torch.float64))
+    m = SymmetricOperator(lambda r: near @ r, 200, dtype=torch.float64)
+    pairs = eigs(a, 4, which="SA", M=m)
+    torch.testing.assert_close(pairs.values, spectrum[:4], rtol=0, atol=1e-10)
+    assert pairs.report.method == "lobpcg" and pairs.report.num_steps < 60
+
+
+def test_few_rows_are_solved_densely():
+    a, b = grid_laplacian(6, 6), mass_matrix(36)
+    pairs = eigs(a, 35, which="SA", B=b)
+    expected = expected_values(dense(a), dense(b))[:35]
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-10, atol=0)
+
+
+def test_what_is_not_supported_is_refused():
+    a, b = grid_laplacian(14, 13), mass_matrix(182)
+    with pytest.raises(ValueError, match="'LA' or 'SA'"):
+        eigs(a, 3, which="LM", B=b)
+    with pytest.raises(ValueError, match="B: has 36 rows"):
+        eigs(a, 3, B=mass_matrix(36))
+    with pytest.raises(CapacityError, match="keeps its blocks"):
+        eigs(a, 3, B=b, max_bytes=1000)
+    indefinite = from_entries(*(torch.arange(182).numpy(),) * 2, -dense(b).diagonal().numpy(), 182)
+    with pytest.raises(ValueError, match="not positive definite"):
+        eigs(a, 3, B=indefinite)
+    with pytest.raises(ValueError, match="not positive definite"):
+        eigs(grid_laplacian(5, 5), 3, B=dense(grid_laplacian(5, 5)) * -1)
+
+
+def test_giving_up_keeps_the_best_iterate():
+    with pytest.raises(NoConvergenceError, match="preconditioner") as caught:
+        eigs(grid_laplacian(40, 40), 3, which="SA", B=mass_matrix(1600), max_restarts=1)
+    error = caught.value
+    assert error.vectors.shape == (1600, 3) and bool(torch.isfinite(error.residuals).all())
+    assert float(error.residuals.max()) < 1.0

@@ -1,0 +1,83 @@
+"""Two processes over gloo, each with half of the rows, find what one finds."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from penstock.spectral import CSR, SymmetricOperator, eigs
+from spectral_cases import dense, grid_laplacian, grid_spectrum, with_spectrum
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+
+NUM_RANKS, SIDE = 2, 15
+SPLIT = 100  # rows of the first rank, of 225
+
+
+def rows_of(matrix: CSR, begin: int, end: int) -> CSR:
+    first, last = int(matrix.offsets[begin]), int(matrix.offsets[end])
+    offsets = matrix.offsets[begin : end + 1] - first
+    lists = (offsets, matrix.columns[first:last], matrix.values[first:last])
+    return CSR(*lists, shape=(end - begin, matrix.shape[1]))
+
+
+def solve_rank(rank: int, directory: str) -> None:
+    """What each process runs: it leaves values and its rows of the vectors in the directory."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/meeting",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    matrix = grid_laplacian(SIDE, SIDE)
+    begin, end = (0, SPLIT) if rank == 0 else (SPLIT, SIDE * SIDE)
+    mine = rows_of(matrix, begin, end)
+    group = dist.group.WORLD
+    found = {"sparse": tuple(eigs(mine, 5, which="SA", group=group))}
+    budget = 14 * (SIDE * SIDE - SPLIT) * 8 + 8192
+    streamed = eigs(mine, 5, which="SA", group=group, max_bytes=budget, store=directory)
+    found["streamed"] = tuple(streamed)
+    found["peak"] = (streamed.report.peak_device_bytes, budget)
+    whole = with_spectrum(torch.linspace(-1, 2, 225, dtype=torch.float64), dtype=torch.complex128)
+    found["dense"] = tuple(eigs(whole[begin:end], 4, which="LM", group=group))
+    torch.save(found, f"{directory}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_find_what_one_finds(tmp_path: Path):
+    torch.multiprocessing.spawn(solve_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
+    parts = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    grid = dense(grid_laplacian(SIDE, SIDE))
+    whole = with_spectrum(torch.linspace(-1, 2, 225, dtype=torch.float64), dtype=torch.complex128)
+    expected = grid_spectrum(SIDE, SIDE)[:5]
+    ends = torch.linspace(-1, 2, 225, dtype=torch.float64)[-4:]
+    for name, matrix, values in (
+        ("sparse", grid, expected),
+        ("streamed", grid, expected),
+        ("dense", whole, ends),
+    ):
+        assert torch.equal(parts[0][name][0], parts[1][name][0])
+        torch.testing.assert_close(parts[0][name][0], values, rtol=0, atol=1e-12)
+        vectors = torch.cat([part[name][1] for part in parts])
+        assert (matrix @ vectors - vectors * values).norm(dim=0).max() < 1e-11
+    for part in parts:
+        assert part["peak"][0] <= part["peak"][1]
+
+
+def test_functions_have_no_rows(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        with pytest.raises(TypeError, match="must be a matrix, the rows of this rank"):
+            eigs(SymmetricOperator(lambda v: v, 200), 2, group=dist.group.WORLD)
+        matrix = grid_laplacian(12, 12)
+        with pytest.raises(ValueError, match="in one process only"):
+            eigs(matrix, 2, which="SA", B=matrix, group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,88 @@
+"""Singular values and principal components, in memory and in files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.spectral import pca, svds
+from penstock.unified import unify
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make_table(num_rows: int, num_columns: int, dtype=torch.float64):
+    """Rows far from zero, with a spectrum that falls."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(num_rows, num_columns, dtype=torch.float64, generator=generator)
+    turn = torch.linalg.qr(
+        torch.randn(num_columns, num_columns, dtype=torch.float64, generator=generator)
+    ).Q
+    return ((drawn * 0.9 ** torch.arange(num_columns)) @ turn + 100).to(dtype)
+
+
+def check_components(found, table, k: int, atol: float = 1e-6):
+    centred = table.double() - table.double().mean(0)
+    _, s, vh = torch.linalg.svd(centred, full_matrices=False)
+    expected = s[:k] ** 2 / (len(table) - 1)
+    torch.testing.assert_close(found.variances, expected, rtol=atol, atol=0)
+    overlap = (found.components @ vh[:k].T).abs()
+    torch.testing.assert_close(overlap, torch.eye(k, dtype=torch.float64), rtol=0, atol=atol)
+    torch.testing.assert_close(found.mean, table.double().mean(0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_table_in_a_file_beyond_the_budget(store, dtype):
+    table = make_table(20_000, 24, dtype)
+    path = store / "table.npy"
+    np.save(path, table.numpy())
+    num_bytes = table.numel() * dtype.itemsize
+    budget = num_bytes // 2 + 5 * 2**20
+    for source in (path, unify(path)):
+        found = pca(source, 5, max_bytes=budget)
+        check_components(found, table, 5)
+        assert found.report.bytes_read == num_bytes  # once
+        assert found.report.peak_device_bytes <= budget
+    path.unlink()
+
+
+def test_tables_in_memory():
+    table = make_table(500, 12)
+    for source in (table, unify(table), table.numpy()):
+        check_components(pca(source, 3), table, 3)
+    variances, components = pca(table, 12)
+    assert components.gather(1, components.abs().argmax(1, keepdim=True)).min() > 0
+    coordinates = pca(table, 12).transform(table)
+    torch.testing.assert_close(coordinates.var(0), variances)
+
+
+def test_wide_tables_are_iterated(store):
+    """The covariance does not fit into the budget."""
+    table = make_table(300, 500)
+    path = store / "wide.npy"
+    np.save(path, table.numpy())
+    found = pca(path, 3, max_bytes=table.numel() * 4)
+    assert found.report.method == "lanczos"
+    check_components(found, table, 3)
+    path.unlink()
+
+
+@pytest.mark.parametrize("kind", ["dense", "csr", "file", "complex"])
+def test_singular_values(store, kind: str):
+    dtype = torch.complex128 if kind == "complex" else torch.float64
+    matrix = torch.randn(300, 170, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    source, path = matrix, store / "matrix.npy"
+    if kind == "csr":
+        source = matrix.to_sparse_csr()
+    if kind == "file":
+        np.save(path, matrix.numpy())
+        source = path
+    u, s, vh = svds(source, 4, max_bytes=matrix.numel() * 8 if kind == "file" else None)
+    expected = torch.linalg.svdvals(matrix)[:4]
+    torch.testing.assert_close(s, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close(matrix @ vh.mH, u * s, rtol=0, atol=1e-8)
+    identity = torch.eye(4, dtype=dtype)
+    torch.testing.assert_close(u.mH @ u, identity, rtol=0, atol=1e-8)
+    if kind == "file":
+        path.unlink()
