@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.multiprocessing.spawn import spawn
 
 from _ops_spgemm import read_graph
 from _rows import BenchmarkRow, Environment, Limit
@@ -139,7 +140,7 @@ def run_ranks(folder: Path, num_ranks: int, split: str) -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = num_ranks, split, str(folder), port
-    torch.multiprocessing.spawn(run_rank, args=arguments, nprocs=num_ranks)
+    spawn(run_rank, args=arguments, nprocs=num_ranks)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 

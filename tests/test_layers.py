@@ -1,7 +1,8 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
 compat, solvers, units, errors, tables <- memory, codegen <- iomodel
-  <- activations, unified, attention, ops, graph, rgnn, batching <- traversal, spectral, lora, kv <- planner
+  <- activations, unified, attention, ops, graph, rgnn, batching
+  <- traversal, spectral, lora, kv <- planner
   <- partitioner <- executor <- report <- integrations <- cli, env
 
 No modules import each other in a circle, and none imports a private module of another package.

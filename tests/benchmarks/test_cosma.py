@@ -10,7 +10,7 @@ from _cosma_graph import UNIT_BYTES, inference_graph
 from _cosma_models import NETWORKS, Network
 from _rows import environment, read_rows
 from cosma import measure, table
-from graphs import GraphBuilder
+from graph_cases import GraphBuilder
 from penstock.planner import min_peak, min_working_set
 
 PARAMETERS = {  # of the usual implementations, without auxiliary heads and embeddings

@@ -1,6 +1,6 @@
 import pytest
 
-import graphs
+import graph_cases
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, Phase
 from penstock.planner import Budget, check
@@ -19,7 +19,7 @@ UNIT = 256
 
 def layered_step(num_layers=4, *, inner=3, recomputable=True):
     """Layers of two operators; backward needs what lies between them and what comes out."""
-    build = graphs.GraphBuilder()
+    build = graph_cases.GraphBuilder()
     x = build.storage(UNIT, Kind.INPUT, given=True)
     weights = [build.storage(UNIT, Kind.PARAMETER) for _ in range(num_layers)]
     outputs, inners = [x], []
@@ -58,10 +58,10 @@ def layered_step(num_layers=4, *, inner=3, recomputable=True):
 
 def plan(graph, *, device_bytes, rate=UNIT):
     return plan_layers_lp(
-        graphs.request(
+        graph_cases.request(
             graph,
             budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
-            profile=graphs.machine(out=rate, back=rate),
+            profile=graph_cases.machine(out=rate, back=rate),
             seconds=[1.0] * len(graph.operators),
         )
     )

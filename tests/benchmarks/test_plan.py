@@ -4,7 +4,7 @@ import pytest
 
 import _plan_figure
 import _plan_points
-import graphs
+import graph_cases
 import penstock.graph
 from _plan_arms import ARMS, GENETIC, ODSWAP, OURS, Planner
 from _plan_models import CASES, SWAPADVISOR
@@ -21,7 +21,7 @@ UNIT = 256
 
 @pytest.fixture(scope="module")
 def graph():
-    return graphs.chain_step(8, weight_bytes=UNIT, activation_bytes=4 * UNIT)
+    return graph_cases.chain_step(8, weight_bytes=UNIT, activation_bytes=4 * UNIT)
 
 
 def slow_machine():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import graphs
+import graph_cases
 import penstock.graph
 import penstock.memory
 from fork_servers import find_python
@@ -31,7 +31,7 @@ def on_a_machine(monkeypatch):
     """A machine that needs no measuring."""
 
     def machine(name):
-        return graphs.machine(out=UNIT, back=UNIT)
+        return graph_cases.machine(out=UNIT, back=UNIT)
 
     monkeypatch.setattr(penstock.memory, "machine", machine, raising=False)
 
@@ -39,7 +39,7 @@ def on_a_machine(monkeypatch):
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / "graph.json"
-    graph = graphs.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    graph = graph_cases.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT)
     operators = tuple(dataclasses.replace(each, seconds=1.0) for each in graph.operators)
     dataclasses.replace(graph, operators=operators).save(path)
     return path
@@ -203,7 +203,7 @@ def timed(graph, seconds=1e-3):
 def timed_steps(tmp_path):
     """A training step whose operators have times, so that no machine is measured."""
     path = tmp_path / "timed.json"
-    timed(graphs.chain_step(8, weight_bytes=2**20, activation_bytes=2**22)).save(path)
+    timed(graph_cases.chain_step(8, weight_bytes=2**20, activation_bytes=2**22)).save(path)
     return path
 
 
@@ -260,7 +260,7 @@ def test_operators_that_need_too_much_are_split(tmp_path):
 
 def test_ctrl_c_takes_the_best_plan_so_far(tmp_path):
     path, saved_plan = tmp_path / "graph.json", tmp_path / "plan.json"
-    step = graphs.chain_step(500, weight_bytes=2**20, activation_bytes=2**22)
+    step = graph_cases.chain_step(500, weight_bytes=2**20, activation_bytes=2**22)
     timed(step, 1e-4).save(path)  # moving takes longer than computing: the search goes on
     options = ["--device-memory", "40%", "--machine", "v100-16gb-pcie3", "--time-limit", "600"]
     command = [find_python("torch"), "-m", "penstock", "plan", str(path), *options]

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 
 from byte_replay import judge
-from graphs import machine, random_graph, random_plan
+from graph_cases import machine, random_graph, random_plan
 from penstock.errors import InfeasibleError, PlanError
 from penstock.graph import StepGraph
 from penstock.memory import Link, Tier

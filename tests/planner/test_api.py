@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphs import chain_step
+from graph_cases import chain_step
 from penstock.errors import GraphFileError, InfeasibleError, PenstockError, PlanError
 from penstock.graph import capture
 from penstock.memory import Link

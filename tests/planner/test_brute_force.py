@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from brute_force import brute_force
-from graphs import GraphBuilder, chain_step, machine, random_graph, random_plan, request
+from graph_cases import GraphBuilder, chain_step, machine, random_graph, random_plan, request
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check

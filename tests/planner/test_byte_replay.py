@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from byte_replay import judge
-from graphs import chain_step
+from graph_cases import chain_step
 from mutants import KINDS, compared, right_plan
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 
-from graphs import (
+from graph_cases import (
     GraphBuilder,
     chain_step,
     machine,

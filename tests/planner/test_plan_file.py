@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import chain_step, in_units, machine, request
+from graph_cases import chain_step, in_units, machine, request
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.planner import Budget, Plan

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-import graphs
+import graph_cases
 import penstock
 from penstock.errors import InfeasibleError
 from penstock.graph import operator_seconds
@@ -24,7 +24,7 @@ FREEDOMS = list(itertools.product([False, True], repeat=2))
 def random_step(seed):
     """A random step with times, of sizes that every planner aligns alike."""
     rng = random.Random(seed)
-    graph = graphs.random_graph(rng, rng.randint(14, 20))
+    graph = graph_cases.random_graph(rng, rng.randint(14, 20))
     storages = [dataclasses.replace(s, num_bytes=s.num_bytes * UNIT) for s in graph.storages]
     operators = [
         dataclasses.replace(o, seconds=rng.choice([1.0, 2.0, 4.0])) for o in graph.operators
@@ -78,7 +78,7 @@ def times_of_all(graph, share, machine):
         seconds = operator_seconds(graph, profile)
         try:
             made = plan_by_paging(
-                graphs.request(graph, limits, profile, seconds=seconds), policy=policy
+                graph_cases.request(graph, limits, profile, seconds=seconds), policy=policy
             )
         except InfeasibleError:
             continue
@@ -98,7 +98,7 @@ def assert_freedom_is_no_loss(found):
 @pytest.mark.parametrize("seed", [0, 2, 3, 5])
 def test_freedom_makes_no_plan_of_a_random_step_slower(seed):
     graph, share = random_step(seed)
-    found = times_of_all(graph, share, graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT))
+    found = times_of_all(graph, share, graph_cases.machine(out=2.0 * UNIT, back=2.0 * UNIT))
     if found:
         assert_freedom_is_no_loss(found)
 
@@ -114,7 +114,7 @@ def test_freedom_makes_no_plan_of_a_captured_step_slower(name):
 def test_a_plan_by_paging_that_is_faster_is_taken(monkeypatch):
     """The search is made to find nothing good: the plan by paging is what `plan` returns."""
     graph, share = random_step(2)
-    machine = graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT)
+    machine = graph_cases.machine(out=2.0 * UNIT, back=2.0 * UNIT)
     budget = int(peak_of_program_order(graph) * share)
     options = {"device_memory": budget, "host_memory": 1 << 40, "machine": machine}
     slow = plan(graph, **options, time_limit=10, reorder=False, recompute=False)
@@ -128,23 +128,27 @@ def test_a_plan_by_paging_that_is_faster_is_taken(monkeypatch):
 
 def test_a_hopeless_plan_by_paging_gets_no_addresses(monkeypatch):
     graph, share = random_step(2)
-    machine = graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT)
+    machine = graph_cases.machine(out=2.0 * UNIT, back=2.0 * UNIT)
     seconds = operator_seconds(graph, machine)
     limits = Budget(device_bytes=int(peak_of_program_order(graph) * share), host_bytes=1 << 40)
-    made = plan_by_paging(graphs.request(graph, budget=limits, profile=machine, seconds=seconds))
+    made = plan_by_paging(
+        graph_cases.request(graph, budget=limits, profile=machine, seconds=seconds)
+    )
     fast = dataclasses.replace(made, step_seconds=made.step_seconds / 100)
     monkeypatch.setattr(references, "_FEW_OPERATORS", 0)
     monkeypatch.setattr(references, "plan_by_paging", None)
-    asked = graphs.request(graph, limits, machine, seconds=seconds)
+    asked = graph_cases.request(graph, limits, machine, seconds=seconds)
     assert references.fastest_with_references(asked, fast, fast.bound) is fast
 
 
 def test_addresses_of_plans_by_paging_are_searched_for_no_longer_than_there_is_time(monkeypatch):
     graph, share = random_step(2)
-    machine = graphs.machine(out=2.0 * UNIT, back=2.0 * UNIT)
+    machine = graph_cases.machine(out=2.0 * UNIT, back=2.0 * UNIT)
     seconds = operator_seconds(graph, machine)
     limits = Budget(device_bytes=int(peak_of_program_order(graph) * share), host_bytes=1 << 40)
-    made = plan_by_paging(graphs.request(graph, budget=limits, profile=machine, seconds=seconds))
+    made = plan_by_paging(
+        graph_cases.request(graph, budget=limits, profile=machine, seconds=seconds)
+    )
     asked = []
 
     def find_nothing(buffers, *, time_limit, **options):
@@ -153,6 +157,6 @@ def test_addresses_of_plans_by_paging_are_searched_for_no_longer_than_there_is_t
         raise InfeasibleError("nothing")
 
     monkeypatch.setattr("penstock.planner.paging._plan_paging.pack", find_nothing)
-    short = graphs.request(graph, limits, machine, seconds=seconds, time_limit=0.2)
+    short = graph_cases.request(graph, limits, machine, seconds=seconds, time_limit=0.2)
     assert references.fastest_with_references(short, made, made.bound) is made
     assert asked and sum(asked) <= 0.2

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-import graphs
+import graph_cases
 from penstock.memory import Link
 from penstock.planner import Budget, PlanRequest
 
@@ -14,7 +14,7 @@ FILE = (Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)
 
 
 def request(**fields):
-    return graphs.request(graphs.chain_step(2), fields.pop("budget", Budget()), **fields)
+    return graph_cases.request(graph_cases.chain_step(2), fields.pop("budget", Budget()), **fields)
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,15 @@ def test_links_lead_to_the_tiers_of_the_budget(budget, links):
 
 
 def test_times_are_the_graphs_unless_they_are_given():
-    graph = graphs.chain_step(2)
+    graph = graph_cases.chain_step(2)
     timed = [5.0] * len(graph.operators)
-    given = graphs.request(graph, Budget(), seconds=timed)
+    given = graph_cases.request(graph, Budget(), seconds=timed)
     assert given.operator_seconds == tuple(timed)
     assert given.compute_seconds == sum(timed)
     with pytest.raises(ValueError, match=f"has 1 times and the graph {len(timed)} operators"):
-        PlanRequest(graph=graph, budget=Budget(), machine=graphs.machine(), operator_seconds=[1.0])
+        PlanRequest(
+            graph=graph, budget=Budget(), machine=graph_cases.machine(), operator_seconds=[1.0]
+        )
 
 
 def test_a_part_of_the_time_is_never_more_than_the_whole():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import (
+from graph_cases import (
     GraphBuilder,
     chain_step,
     machine,

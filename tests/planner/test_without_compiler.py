@@ -2,7 +2,7 @@
 
 import pytest
 
-import graphs
+import graph_cases
 from penstock.errors import InfeasibleError
 from penstock.memory import machine
 from penstock.planner import check, plan
@@ -35,7 +35,7 @@ def planned(graph, share, **options):
 @pytest.mark.parametrize("method", ["auto", "genetic"])
 @pytest.mark.parametrize(("num_layers", "share"), [(2, 0.8), (12, 0.6)])
 def test_a_plan_pages_and_says_that_nothing_was_searched(method, num_layers, share, caplog):
-    graph = graphs.chain_step(num_layers, weight_bytes=UNIT, activation_bytes=4 * UNIT)
+    graph = graph_cases.chain_step(num_layers, weight_bytes=UNIT, activation_bytes=4 * UNIT)
     with caplog.at_level("INFO", logger="penstock"):
         plans = [planned(graph, share, method=method) for _ in range(2)]
     for made in plans:
@@ -49,14 +49,14 @@ def test_a_plan_pages_and_says_that_nothing_was_searched(method, num_layers, sha
 
 
 def test_all_the_memory_is_planned_for():
-    graph = graphs.chain_step(12, weight_bytes=UNIT, activation_bytes=4 * UNIT)
+    graph = graph_cases.chain_step(12, weight_bytes=UNIT, activation_bytes=4 * UNIT)
     made = plan(graph, machine="v100-16gb-pcie3", time_limit=5)
     check(graph, made)
     assert not made.transfers
 
 
 def test_too_little_memory_is_said():
-    graph = graphs.chain_step(12, weight_bytes=UNIT, activation_bytes=4 * UNIT)
+    graph = graph_cases.chain_step(12, weight_bytes=UNIT, activation_bytes=4 * UNIT)
     with pytest.raises(InfeasibleError) as raised:
         planned(graph, 0.01)
     assert raised.value.proved and raised.value.minimum_device_bytes is not None

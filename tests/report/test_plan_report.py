@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import graphs
+import graph_cases
 from penstock.graph import Kind
 from penstock.memory import Link, Tier
 from penstock.planner import Budget, simulate
@@ -27,8 +27,8 @@ UNIT = 256
 
 @pytest.fixture(scope="module")
 def graph():
-    graph = graphs.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT)
-    return graphs.in_units(graph, UNIT)
+    graph = graph_cases.chain_step(6, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    return graph_cases.in_units(graph, UNIT)
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,10 @@ def plan(graph):
     order, dropped = Recomputation(graph).order_without({saved[1].value})
     assert dropped
     return plan_by_paging(
-        graphs.request(
+        graph_cases.request(
             graph,
             budget=Budget(device_bytes=14 * UNIT, host_bytes=1 << 40),
-            profile=graphs.machine(out=UNIT, back=UNIT),
+            profile=graph_cases.machine(out=UNIT, back=UNIT),
             seconds=[0.5] * len(graph.operators),
         ),
         order=order,
@@ -139,8 +139,11 @@ def test_pictures_are_written(graph, plan, tmp_path):
 def test_a_plan_that_moves_nothing_is_drawn_too(graph, tmp_path):
     pytest.importorskip("matplotlib")
     plan = plan_by_paging(
-        graphs.request(
-            graph, budget=Budget(), profile=graphs.machine(), seconds=[0.5] * len(graph.operators)
+        graph_cases.request(
+            graph,
+            budget=Budget(),
+            profile=graph_cases.machine(),
+            seconds=[0.5] * len(graph.operators),
         )
     )
     assert "nothing" in plan_table(graph, plan)

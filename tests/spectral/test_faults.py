@@ -33,6 +33,7 @@ def test_a_callable_that_raises_in_the_middle_keeps_the_best_iterate():
     error = caught.value
     assert isinstance(error.__cause__, KeyError)
     matrix = dense(grid_laplacian(20, 20))
+    assert error.vectors is not None
     found = matrix @ error.vectors - error.vectors * error.values
     torch.testing.assert_close(found.norm(dim=0), error.residuals, rtol=0.01, atol=1e-8)
     again = eigs(matrix, 3, start=error.vectors)
@@ -65,6 +66,7 @@ def test_few_restarts_give_the_best_iterate():
     with pytest.raises(NoConvergenceError, match="after 2 restarts") as caught:
         eigs(matrix, 4, max_restarts=2)
     error = caught.value
+    assert error.vectors is not None
     found = (matrix @ error.vectors - error.vectors * error.values).norm(dim=0)
     torch.testing.assert_close(found, error.residuals, rtol=0.01, atol=1e-8)
 

@@ -95,7 +95,7 @@ def _attend_few(
         operands = pool.resident.find_chosen(state, layer, step.first_block, chosen)
         if operands is not None:
             block_lse = step.attention.add(*operands, with_block_lse=is_noted)
-            if block_lse is not None:
+            if selector is not None and block_lse is not None:
                 selector.note(layer, chosen, step.sum_shares(block_lse[..., :-1]))
             return step.result
     is_read = step.find_read(chosen)

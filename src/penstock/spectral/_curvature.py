@@ -101,7 +101,9 @@ def fisher(
                 turned = torch.autograd.grad(
                     each, leaves, probe, create_graph=True, materialize_grads=True
                 )
-                along = sum((t * p).sum() for t, p in zip(turned, parts, strict=True))
+                along = torch.stack(
+                    [(t * p).sum() for t, p in zip(turned, parts, strict=True)]
+                ).sum()
                 (scores,) = torch.autograd.grad(along, probe, retain_graph=True)
                 total += _flatten(torch.autograd.grad(each, leaves, scores, materialize_grads=True))
         return total / count

@@ -228,7 +228,7 @@ class ThickRestartLanczos:
         self._steps_before_random += self._after_random
         self._after_random = 0
         self._coupling = torch.zeros_like(self._coupling)
-        self._w.copy_(make_random(tuple(self._w.shape), self.operator, self._generator))
+        self._w.copy_(make_random((len(self._w), self._w.shape[1]), self.operator, self._generator))
         self.basis.orthogonalize(self._w)
         self._normalize(self._w)
         self.basis.append(self._w)
@@ -271,6 +271,7 @@ class ThickRestartLanczos:
         largest = float(max(reduce(gram(each[None], each[None])).real.max() for each in w)) ** 0.5
         for row in range(len(w)):
             before, vector = w[:row], w[row : row + 1]
+            attempt, norm = 0, 0.0
             for attempt in range(3):
                 for _ in range(2):
                     if row:

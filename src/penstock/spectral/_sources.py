@@ -228,7 +228,8 @@ def _read_object(source: Any) -> LinearOperator:
             raise TypeError(f"operator: dtype {dtype} is not one of torch's") from error
     device = torch.device(getattr(source, "device", "cpu"))
     if callable(source):
-        return CallableOperator(source, shape[0], check_dtype(dtype), device)
+        function: Any = source
+        return CallableOperator(function, shape[0], check_dtype(dtype), device)
     if not hasattr(source, "matvec"):
         raise TypeError(f"operator: got {type(source).__name__}; expected {_ACCEPTED}")
 

@@ -115,8 +115,14 @@ class SparseSource(TileSource):
     ) -> None:
         """Compute the rows of a tile; see `TileSource`."""
         alpha, z, gamma, beta = factors
+        offsets, columns, values = tile
         _native.combine_rows(
-            *(*tile, x, out), first_row=begin, alpha=alpha, z=z, gamma=gamma, beta=beta
+            *(offsets, columns, values, x, out),
+            first_row=begin,
+            alpha=alpha,
+            z=z,
+            gamma=gamma,
+            beta=beta,
         )
 
 

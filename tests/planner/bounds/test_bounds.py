@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brute_force import brute_force
-from graphs import (
+from graph_cases import (
     GraphBuilder,
     chain_step,
     machine,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock
-from graphs import GraphBuilder, chain_step, machine, random_graph, request
+from graph_cases import GraphBuilder, chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind, StepGraph
 from penstock.planner import Budget, check

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import graphs
+import graph_cases
 from penstock.errors import InfeasibleError
 from penstock.planner import Budget, check
 from penstock.planner._request import LinkRates
@@ -29,10 +29,10 @@ UNIT = 256
 
 def plan(graph, *, device_bytes, seed=0, time_limit=60.0, **options):
     return plan_genetic(
-        graphs.request(
+        graph_cases.request(
             graph,
             budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
-            profile=graphs.machine(out=UNIT, back=UNIT),
+            profile=graph_cases.machine(out=UNIT, back=UNIT),
             seconds=[1.0] * len(graph.operators),
             seed=seed,
             time_limit=time_limit,
@@ -48,7 +48,7 @@ def short_search(monkeypatch):
 
 
 @settings(max_examples=30)
-@given(graph=graphs.step_graphs(max_operators=9), share=st.sampled_from([0.5, 0.75, 1.0]))
+@given(graph=graph_cases.step_graphs(max_operators=9), share=st.sampled_from([0.5, 0.75, 1.0]))
 @pytest.mark.usefixtures("short_search")
 def test_every_plan_passes_the_checker(graph, share):
     try:
@@ -60,7 +60,7 @@ def test_every_plan_passes_the_checker(graph, share):
 
 @pytest.mark.usefixtures("short_search")
 def test_the_same_seed_gives_the_same_plan():
-    graph = graphs.chain_step(5, weight_bytes=UNIT, activation_bytes=3 * UNIT)
+    graph = graph_cases.chain_step(5, weight_bytes=UNIT, activation_bytes=3 * UNIT)
     plans = [plan(graph, device_bytes=22 * UNIT, seed=7) for _ in range(2)]
     assert plans[0].order == plans[1].order
     assert plans[0].placements == plans[1].placements
@@ -68,7 +68,7 @@ def test_the_same_seed_gives_the_same_plan():
 
 
 def test_the_search_gains():
-    graph = graphs.chain_step(6, weight_bytes=2 * UNIT, activation_bytes=3 * UNIT)
+    graph = graph_cases.chain_step(6, weight_bytes=2 * UNIT, activation_bytes=3 * UNIT)
     seen = []
     found = plan(
         graph,
@@ -82,12 +82,12 @@ def test_the_search_gains():
 
 
 def test_too_little_memory_is_said():
-    graph = graphs.chain_step(3, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    graph = graph_cases.chain_step(3, weight_bytes=UNIT, activation_bytes=2 * UNIT)
     with pytest.raises(InfeasibleError, match="size classes"):
         plan(graph, device_bytes=4 * UNIT)
 
 
-@given(graph=graphs.step_graphs(min_operators=2, max_operators=9), seed=st.integers(0, 1000))
+@given(graph=graph_cases.step_graphs(min_operators=2, max_operators=9), seed=st.integers(0, 1000))
 def test_children_and_mutants_are_topological_orders(graph, seed):
     rng = random.Random(seed)
     schedules = Schedules(graph)
@@ -119,7 +119,7 @@ def random_candidate(graph, seed, share):
 
 @settings(max_examples=200)
 @given(
-    graph=graphs.step_graphs(max_operators=14),
+    graph=graph_cases.step_graphs(max_operators=14),
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.7, 1.0, 1.5]),
 )
@@ -146,7 +146,7 @@ def test_stays_have_slots_of_their_class_for_themselves(graph, seed, share):
 
 @settings(max_examples=200)
 @given(
-    graph=graphs.step_graphs(max_operators=14),
+    graph=graph_cases.step_graphs(max_operators=14),
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.7, 1.0, 1.5]),
 )
@@ -174,7 +174,7 @@ def test_intervals_of_the_engine_are_those_of_plans(graph, seed, share):
 
 
 def test_what_leaves_is_written_and_comes_back():
-    graph = graphs.chain_step(30, weight_bytes=3 * UNIT, activation_bytes=8 * UNIT)
+    graph = graph_cases.chain_step(30, weight_bytes=3 * UNIT, activation_bytes=8 * UNIT)
     engine = evaluator(graph, share=0.4)
     found = engine.evaluate(range(len(graph.operators)), geometric_classes(engine.sizes, 1.0), {})
     assert found is not None
@@ -185,7 +185,7 @@ def test_what_leaves_is_written_and_comes_back():
     assert made.transfers
 
 
-@given(graph=graphs.step_graphs(min_operators=2, max_operators=9))
+@given(graph=graph_cases.step_graphs(min_operators=2, max_operators=9))
 def test_values_are_counted_where_most_live_at_once(graph):
     engine = evaluator(graph, share=1.0)
     step = order_step(graph)
@@ -201,7 +201,7 @@ def test_values_are_counted_where_most_live_at_once(graph):
 @given(seed=st.integers(0, 1000))
 def test_allocations_fit_and_hold_every_operator(seed):
     rng = random.Random(seed)
-    graph = graphs.in_units(graphs.random_graph(rng, 9), UNIT)
+    graph = graph_cases.in_units(graph_cases.random_graph(rng, 9), UNIT)
     step = order_step(graph)
     engine = evaluator(graph, share=1.5)
     sizes = engine.sizes

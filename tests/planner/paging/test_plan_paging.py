@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import graphs
+import graph_cases
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
@@ -22,10 +22,10 @@ UNIT = 256
 
 def plan(graph, policy, *, device_bytes=None, seconds=None, rates=(1.0, 1.0), **options):
     return plan_by_paging(
-        graphs.request(
+        graph_cases.request(
             graph,
             budget=Budget(device_bytes=device_bytes, host_bytes=1 << 40),
-            profile=graphs.machine(out=rates[0], back=rates[1]),
+            profile=graph_cases.machine(out=rates[0], back=rates[1]),
             seconds=seconds or [1.0] * len(graph.operators),
         ),
         policy=policy,
@@ -34,11 +34,11 @@ def plan(graph, policy, *, device_bytes=None, seconds=None, rates=(1.0, 1.0), **
 
 
 def chain(num_layers=4):
-    graph = graphs.chain_step(num_layers, weight_bytes=UNIT, activation_bytes=2 * UNIT)
-    return graphs.in_units(graph, UNIT)
+    graph = graph_cases.chain_step(num_layers, weight_bytes=UNIT, activation_bytes=2 * UNIT)
+    return graph_cases.in_units(graph, UNIT)
 
 
-@given(graph=graphs.step_graphs(max_operators=9), share=st.sampled_from([0.4, 0.6, 0.8, 1.0]))
+@given(graph=graph_cases.step_graphs(max_operators=9), share=st.sampled_from([0.4, 0.6, 0.8, 1.0]))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_plan_passes_the_checker(policy, graph, share):
     budget = int(peak_of_program_order(graph) * share)
@@ -61,7 +61,7 @@ def test_with_all_the_memory_nothing_moves(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_peak_of_the_program_is_enough_for_it(policy):
-    graph = graphs.chain_step(4, weight_bytes=UNIT, activation_bytes=UNIT)
+    graph = graph_cases.chain_step(4, weight_bytes=UNIT, activation_bytes=UNIT)
     found = plan(graph, policy, device_bytes=peak_of_program_order(graph))
     assert found.transfers == ()
 
@@ -123,8 +123,8 @@ def test_a_result_may_be_made_again():
 def test_without_a_tier_below_nothing_leaves():
     graph = chain()
     with pytest.raises(InfeasibleError):
-        plan_by_paging(graphs.request(graph, budget=Budget(device_bytes=10 * UNIT)))
-    found = plan_by_paging(graphs.request(graph, budget=Budget(device_bytes=40 * UNIT)))
+        plan_by_paging(graph_cases.request(graph, budget=Budget(device_bytes=10 * UNIT)))
+    found = plan_by_paging(graph_cases.request(graph, budget=Budget(device_bytes=40 * UNIT)))
     assert found.transfers == ()
 
 
@@ -132,10 +132,10 @@ def test_the_host_has_a_limit_too():
     graph = chain(6)
     with pytest.raises(InfeasibleError, match="host"):
         plan_by_paging(
-            graphs.request(
+            graph_cases.request(
                 graph,
                 budget=Budget(device_bytes=12 * UNIT, host_bytes=UNIT),
-                profile=graphs.machine(),
+                profile=graph_cases.machine(),
                 seconds=[1.0] * len(graph.operators),
             ),
             policy="belady",
@@ -189,7 +189,7 @@ def test_peak_of_program_order_by_hand():
 
 
 def test_uses_go_on_in_the_next_step():
-    build = graphs.GraphBuilder()
+    build = graph_cases.GraphBuilder()
     weight = build.storage(UNIT, Kind.PARAMETER)
     x = build.storage(UNIT, Kind.INPUT, given=True)
     y = build.storage(UNIT)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import GraphBuilder, chain_step, machine, random_graph, request, step_graphs
+from graph_cases import GraphBuilder, chain_step, machine, random_graph, request, step_graphs
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.memory import Link, LinkProfile

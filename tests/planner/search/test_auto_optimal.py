@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from brute_force import brute_force
-from graphs import chain_step, machine, random_graph, request
+from graph_cases import chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.memory import Link
 from penstock.planner import Budget, check, lower_bound

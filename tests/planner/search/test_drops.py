@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs import GraphBuilder, chain_step, step_graphs
+from graph_cases import GraphBuilder, chain_step, step_graphs
 from penstock.graph import Kind, Phase
 from penstock.planner.search._drops import DropFamilies, DropProposals, find_roles
 from penstock.planner.search._orders import move_gradients_late, move_updates_early

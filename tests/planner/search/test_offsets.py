@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs import chain_step, random_graph
+from graph_cases import chain_step, random_graph
 from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
 from penstock.planner._request import LinkRates
 from penstock.planner.search._finalists import PrioritySearch, improve_offsets

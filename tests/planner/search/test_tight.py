@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 
 from brute_force import brute_force
-from graphs import chain_step, machine, random_graph, request
+from graph_cases import chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.planner import Budget, check, min_working_set, plan
 
