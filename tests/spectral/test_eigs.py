@@ -29,13 +29,39 @@ def wanted(spectrum, k: int, which: str):
 @pytest.mark.parametrize("which", ["LA", "SA", "LM", "SM", "BE"])
 def test_no_eigenvalue_of_a_grid_is_missed(which: str):
     """A cube: most eigenvalues are there three or six times."""
-    pairs = eigs(grid_laplacian(9, 9, 9), 11, which=which)
+    pairs = eigs(grid_laplacian(11, 11, 11), 11, which=which)
     torch.testing.assert_close(
-        pairs.values, wanted(grid_spectrum(9, 9, 9), 11, which), rtol=0, atol=1e-12
+        pairs.values, wanted(grid_spectrum(11, 11, 11), 11, which), rtol=0, atol=1e-12
     )
     assert float(pairs.residuals.max()) < 1e-13
     gram = pairs.vectors.T @ pairs.vectors
     torch.testing.assert_close(gram, torch.eye(11, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert pairs.report.method == "lanczos"
+
+
+@pytest.mark.parametrize("which", ["SA", "LM"])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_more_eigenvalues_than_the_rank(which: str, is_sparse: bool):
+    """Those that are wanted are zero: rounding goes by the norm, not by them."""
+    factor = torch.randn(331, 3, dtype=torch.float64)
+    matrix = factor @ factor.T
+    pairs = eigs(matrix.to_sparse_csr() if is_sparse else matrix, 7, which=which)
+    expected = wanted(torch.linalg.eigvalsh(matrix), 7, which)
+    torch.testing.assert_close(pairs.values, expected, rtol=0, atol=1e-11)
+
+
+def test_values_around_zero_of_a_small_indefinite_matrix():
+    spectrum = torch.linspace(-1, 2, 301, dtype=torch.float64)
+    pairs = eigs(with_spectrum(spectrum), 6, which="SM")
+    torch.testing.assert_close(pairs.values, wanted(spectrum, 6, "SM"), rtol=0, atol=1e-13)
+    assert pairs.report.method == "dense"
+    bytes_of_copies = 4 * 301**2 * 8
+    assert pairs.report.peak_device_bytes == bytes_of_copies
+    spectrum[:] = torch.linspace(1, 2, 301, dtype=torch.float64) * spectrum.sign()
+    spectrum[7] = -0.01
+    iterated = eigs(with_spectrum(spectrum), 1, which="SM", max_bytes=bytes_of_copies - 1)
+    assert iterated.report.method == "lanczos"
+    assert abs(float(iterated.values) + 0.01) < 1e-12
 
 
 def test_a_loose_tolerance_misses_none_either():

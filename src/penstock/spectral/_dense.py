@@ -7,15 +7,36 @@ import time
 import torch
 from torch import Tensor
 
+from penstock.memory import Tier
 from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._operator import LinearOperator
 from penstock.spectral._report import Eigenpairs
 from penstock.spectral._solve import StandardProblem, make_report
 
+_MOST_ROWS = 1024  # of a matrix whose eigenvalues are all computed for those around zero
+
+
+def is_dense_better(problem: StandardProblem) -> bool:
+    """Return whether eigenvalues around zero are found sooner among all of them.
+
+    They may lie inside of the spectrum, where a Krylov space finds them slowly.
+    """
+    num_rows = problem.operator.length
+    is_small = problem.which == "SM" and num_rows <= _MOST_ROWS
+    return is_small and (problem.max_bytes is None or _dense_bytes(problem) <= problem.max_bytes)
+
+
+def _dense_bytes(problem: StandardProblem) -> int:
+    """Return the bytes of the identity, its product, the matrix and its eigenvectors."""
+    operator = problem.operator
+    wide_bytes = wide_dtype(operator.dtype).itemsize
+    return 2 * operator.length**2 * (operator.dtype.itemsize + wide_bytes)
+
 
 def solve_dense(problem: StandardProblem, b: LinearOperator | None = None) -> Eigenpairs:
     """Return the wanted pairs of A v = w B v by a dense factorisation, in float64."""
     started, operator = time.perf_counter(), problem.operator
+    problem.ledger.add(Tier.DEVICE, _dense_bytes(problem))
     matrix = _materialize(operator)
     if b is None:
         values, vectors = torch.linalg.eigh(matrix)
@@ -42,6 +63,7 @@ def solve_dense(problem: StandardProblem, b: LinearOperator | None = None) -> Ei
         num_vectors=length,
         num_resident=length,
     )
+    problem.ledger.add(Tier.DEVICE, -_dense_bytes(problem))
     return Eigenpairs(values, x.T, norms, report)
 
 

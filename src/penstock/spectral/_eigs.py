@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.memory import ExtentFile, FileStore, Ledger
 from penstock.spectral._basis import gram
-from penstock.spectral._dense import solve_dense
+from penstock.spectral._dense import is_dense_better, solve_dense
 from penstock.spectral._filter import check_finite
 from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
 from penstock.spectral._operator import LinearOperator, make_random
@@ -138,7 +138,7 @@ def eigs(
         )
         if B is not None or M is not None:
             return solve_generalized(problem, *_open_pair(B, M, found, around, stack))
-        if found.global_length <= _SMALL and group is None:
+        if group is None and (found.global_length <= _SMALL or is_dense_better(problem)):
             return solve_dense(problem)
         if prefers_lobpcg(problem):
             return solve_generalized(problem, None, None)

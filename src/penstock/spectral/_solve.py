@@ -33,6 +33,7 @@ _DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not dampe
 _ESTIMATE_STEPS = 20
 _ACCEPTED = 1e3  # times what is asked for, where no polishing helps: the rounding of squares
 _WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
+_FEW_ROWS = 4096  # of a matrix that a dense solver has room and time for
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
 
 
@@ -271,6 +272,9 @@ class StandardSolution:
             return False
         values = pairs.values[:k].tolist()
         if self._iterated is self.problem.operator:
+            # Rounding goes by the norm, which those that are wanted may be far below.
+            ends = (float(pairs.values[0]), float(pairs.values[-1]))
+            self._scale = max(self._scale, *(abs(chebyshev.eigenvalue(each)) for each in ends))
             found = torch.tensor([chebyshev.eigenvalue(each) for each in values])
             slopes = torch.tensor([chebyshev.slope(each) for each in values])
         else:
@@ -387,11 +391,15 @@ class StandardSolution:
         return NoConvergenceError(
             f"eigs: {num_good} of {self.problem.k} eigenpairs converged {reason}; the error has "
             "the best iterate: values, vectors and estimates of residuals. Raise max_restarts or "
-            "tol, or pass the vectors as start=",
+            f"tol, or pass the vectors as start={self._advise_dense()}",
             values=values.double()[order],
             vectors=x[order.to(x.device)].T,
             residuals=residuals[order],
         )
+
+    def _advise_dense(self) -> str:
+        is_small = self.problem.operator.global_length <= _FEW_ROWS
+        return "; of so few rows torch.linalg.eigh has all eigenvalues" if is_small else ""
 
     def report(self) -> SpectralReport:
         """Return the account of the solution so far."""
