@@ -101,16 +101,19 @@ class StartedReads:
     def exception(self) -> StoreError | None:
         """Wait until all is there; return the error that `ExtentFile.read` would raise, if any."""
         if self._reads is not None:
+            # A signal's handler may raise at any line: then the next call does again what was not
+            # done, and all is done before the reads are forgotten.
             is_whole = self._reads.finish()
-            self._reads = None
             try:
-                for request in self._requests[~is_whole].tolist():
-                    self._repeat(*request)
+                for number in np.flatnonzero(~is_whole).tolist():
+                    self._repeat(*self._requests[number].tolist())
+                    is_whole[number] = True
             except StoreError as error:
                 self._error = error
-            finally:
-                self._lent.__exit__(None, None, None)
-            self.end_ns = time.perf_counter_ns()
+                is_whole[:] = True
+            self.end_ns = self.end_ns or time.perf_counter_ns()
+            self._lent.__exit__(None, None, None)
+            self._reads = None
         return self._error
 
 

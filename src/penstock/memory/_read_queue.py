@@ -63,7 +63,8 @@ class QueuedReads:
         return self._is_whole
 
     def __del__(self) -> None:
-        self.finish()
+        if self._batch:  # a call would let a signal's handler run, whose exception is lost here
+            self.finish()
 
 
 _started: weakref.WeakSet[QueuedReads] = weakref.WeakSet()
