@@ -24,12 +24,12 @@ class Neighborhood:
     """The nodes around a batch of seeds, and the edges that were sampled between them."""
 
     node_ids: torch.Tensor
-    """Ids in the whole graph, int64 of shape (num_nodes,): the seeds first, then hop by hop."""
+    """Ids in the whole graph, int64 of shape (num_nodes,), the seeds first, then hop by hop."""
     edge_index: torch.Tensor
     """Positions in `node_ids`, int64 of shape (2, num_edges), of each edge's neighbour (row 0) and
     of the node that has this neighbour (row 1). The edges of the first hop come first."""
     edge_ids: torch.Tensor
-    """Ids of the edges in the whole graph, int64 of shape (num_edges,): their places in its list of
+    """Ids of the edges in the whole graph, int64 of shape (num_edges,), their places in its list of
     neighbours, where they have no other ids."""
     num_nodes: tuple[int, ...]
     """Nodes up to each hop, the seeds being hop 0."""

@@ -12,7 +12,7 @@ from penstock.kv.selectors._packing import best_weights, pack
 
 
 class ChannelCalibration:
-    """Sums of |q k| per channel, over the pairs of a query and an earlier key of some texts.
+    """Sums of abs(q k) per channel, over the pairs of a query and an earlier key of some texts.
 
     Example:
         >>> calibration = ChannelCalibration()

@@ -11,7 +11,7 @@ from penstock.ops.rational._operator import rational_forward
 def group_rational(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
     """Return a rational function of each element, of its own for each group of channels.
 
-        y = (sum_i a_i x^i) / (1 + sum_j |b_j| |x|^j),    i = 0 ... m,    j = 1 ... n
+        y = (sum_i a_i x^i) / (1 + sum_j abs(b_j) abs(x)^j),    i = 0 ... m,    j = 1 ... n
 
     It has no poles (Molina et al., "Pade Activation Units", arXiv:1907.06732, section 3). Forward
     and backward are one pass each, that keep nothing but x; gradients of coefficients are sums by
@@ -27,7 +27,7 @@ def group_rational(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
 
     Args:
         x: `(..., C)`, float32, float16, bfloat16 or float64. Sums are of float32 at least; where a
-            power overflows (in float32 with m = 5 beyond |x| = 5e7), y is what the formula gives
+            power overflows (in float32 with m = 5 beyond abs(x) = 5e7), y is what the formula gives
             with infinities, NaN among it.
         numerator: `(G, m + 1)`, or `(1, m + 1)` for all groups; G divides C, and group g has the
             channels `g * C / G` to `(g + 1) * C / G`. Of any of these dtypes.
