@@ -289,9 +289,20 @@ def _device_name(device: str) -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        model = found.group(1) if found else model
+        model = _processor_name(cpuinfo.read_text()) or model
     return f"{model.strip()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _processor_name(cpuinfo: str) -> str | None:
+    """The model name of /proc/cpuinfo, with family and model numbers where the name has no digit.
+
+    Virtual machines name several generations of processors alike ("AMD EPYC").
+    """
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE))
+    name = fields.get("model name")
+    if name is None or re.search(r"\d", name) or not {"cpu family", "model"} <= fields.keys():
+        return name
+    return f"{name.strip()} (family {fields['cpu family']}, model {fields['model']})"
 
 
 def _commit() -> str:

@@ -161,6 +161,13 @@ def test_environment_says_where(monkeypatch):
     assert environment("cpu")["commit"] == "1234abcd"
 
 
+def test_a_processor_whose_name_has_no_number_is_named_by_family_and_model():
+    cpuinfo = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
+    assert _rows._processor_name(cpuinfo) == "AMD EPYC (family 25, model 17)"
+    assert _rows._processor_name(cpuinfo.replace("EPYC", "EPYC 9354")) == "AMD EPYC 9354"
+    assert _rows._processor_name("processor\t: 0\n") is None
+
+
 def test_command_names_no_directory_of_this_machine(monkeypatch):
     data = _rows.REPOSITORY / "data"
     script = str(_rows.REPOSITORY / "benchmarks" / "x.py")
