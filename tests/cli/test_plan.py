@@ -125,11 +125,15 @@ def test_shares_and_sizes():
         parse_device_memory("1/0", 1000)
 
 
-def test_what_is_no_model_is_said(tmp_path):
+def test_what_is_no_model_is_said(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="gpt2, gpt2-medium"):
         load_graph("nonsense", OPTIONS)
     with pytest.raises(ModelError, match="cannot be imported"):
         load_graph("no_such_module:make", OPTIONS)
+    (tmp_path / "half_written.py").write_text("def make(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match=r"cannot be imported \(.*half_written\.py, line 1"):
+        load_graph("half_written:make", OPTIONS)
     with pytest.raises(ModelError, match="cannot be read"):
         load_graph(str(tmp_path / "none.json"), OPTIONS)
     wrong = tmp_path / "wrong.json"

@@ -179,3 +179,8 @@ def test_tile_lengths_are_the_smallest_for_each_count(length):
 def test_wrong_arguments_are_named(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_counts_may_be_integers_of_numpy():
+    counts = np.array([64, 32, 16])
+    assert matmul(*counts, "1KiB") == matmul(64, 32, 16, "1KiB")

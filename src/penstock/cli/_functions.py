@@ -15,7 +15,7 @@ def import_function(source: str) -> Callable[[], Any]:
         source: As in `"train:make"`.
 
     Raises:
-        ValueError: There is no such module, or nothing to call in it.
+        ValueError: There is no such module, it is not Python, or it has nothing to call.
     """
     module_name, _, function_name = source.partition(":")
     sys.path.insert(0, "")  # as `python -m` does
@@ -23,7 +23,7 @@ def import_function(source: str) -> Callable[[], Any]:
         function = getattr(importlib.import_module(module_name), function_name)
         if not callable(function):
             raise AttributeError(f"{function_name} is {function!r}")
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, SyntaxError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{source!r} cannot be imported ({error}): give module:function, as in train:make, "
             "from the directory that the module is in"

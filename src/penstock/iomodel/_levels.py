@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -261,7 +262,7 @@ def check_counts(least: int = 1, **counts: Any) -> None:
         ValueError: One is below `least`.
     """
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"{name} is {value!r}; pass a whole number of at least {least}")
         if value < least:
             raise ValueError(f"{name} is {value}; pass a whole number of at least {least}")
