@@ -77,7 +77,19 @@ class Interrupted(BaseException):
     """Stands for KeyboardInterrupt, which would also stop pytest."""
 
 
+@pytest.fixture
+def _interrupts_in_finalisers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what a handler raises in a `__del__`, of torch's too, and only says so."""
+    say = sys.unraisablehook
+    monkeypatch.setattr(
+        sys,
+        "unraisablehook",
+        lambda what: None if isinstance(what.exc_value, Interrupted) else say(what),
+    )
+
+
 @pytest.mark.parametrize("what", ["prefill", "decode"])
+@pytest.mark.usefixtures("_interrupts_in_finalisers")
 def test_interrupts_at_any_moment(what: str, store: Path):
     """After each the cache gives the right tokens or refuses by name, and after `reset` it goes."""
 
