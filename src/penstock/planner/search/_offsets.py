@@ -225,12 +225,15 @@ def _latest_starts(
     arriving = arriving[np.argsort(intervals["start"][arriving], kind="stable")[::-1]]
     tiers = np.zeros(len(arriving)) if choice.tier is None else choice.tier[holes[arriving]]
     for tier, rate in enumerate(rates):
-        end = np.inf
-        for step in (1, 0):  # the first transfers of the next step follow the last ones of this
-            for interval in arriving[tiers == tier].tolist():
-                end = min(end, used[interval] + step * choice.replay.step_seconds)
-                end -= intervals["bytes"][interval] / rate.inward
-                due[interval] = end
+        own = arriving[tiers == tier]
+        # The first transfers of the next step follow the last ones of this. From the last one on:
+        #   due[i] = min(due[i - 1], used[i]) - seconds[i]
+        # and so due[i] + total[i] is the least of used[j] + total[j - 1] of all j up to i.
+        seconds = np.tile(intervals["bytes"][own] / rate.inward, 2)
+        total = np.cumsum(seconds)
+        latest = np.concatenate([used[own] + choice.replay.step_seconds, used[own]])
+        latest = np.minimum.accumulate(latest + total - seconds) - total
+        due[own] = latest[len(own) :]
     return due
 
 
