@@ -13,7 +13,7 @@ from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import MachineProfile, probe
 from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
 from penstock.partitioner._fold import find_groups
-from penstock.partitioner._mesh import PARTIAL, link_rate, share
+from penstock.partitioner._mesh import PARTIAL, level_byte_seconds, share
 from penstock.partitioner._partition import Collective, FrontierPoint, Partition
 from penstock.partitioner._search import FoundSplit, SplitSearch
 from penstock.partitioner._split import Model, StepSplit
@@ -134,9 +134,8 @@ def _assemble(
     graph = model.graph
     collectives = tuple(list_collectives(model, step))
     exchanged = round(sum(each.num_bytes for each in collectives))
-    exchange_seconds = sum(
-        each.num_bytes * step.mesh.weights[each.level] for each in collectives
-    ) / link_rate(machine, is_within_node=step.mesh.sizes[-1] <= machine.devices_per_node)
+    byte_seconds = level_byte_seconds(step.mesh, machine)
+    exchange_seconds = sum(each.num_bytes * byte_seconds[each.level] for each in collectives)
     compute_seconds = sum(
         seconds * share(step.splits[group], step.mesh.sizes)
         for seconds, group in zip(

@@ -142,6 +142,15 @@ class PartitionedStep:
         """Bytes that this rank receives in a step."""
         return sum(each.num_bytes for each in self.exchanges)
 
+    def cut_batch(self, batch: Any) -> dict[str, torch.Tensor]:
+        """Return this rank's parts of the tensors of a batch, by their names in the step.
+
+        Raises:
+            ValueError: The batch has another form than the captured one.
+        """
+        whole = bind_batch(self._distribution.graph, batch)
+        return {name: self._distribution.cut(name, each) for name, each in whole.items()}
+
     def __call__(self, batch: Any) -> torch.Tensor:
         """Train on a batch, which is that of all ranks together; return its loss.
 
@@ -151,8 +160,7 @@ class PartitionedStep:
             PenstockError: A collective has failed, as when another rank has ended.
         """
         self._guards.check()
-        whole = bind_batch(self._distribution.graph, batch)
-        tensors = {name: self._distribution.cut(name, each) for name, each in whole.items()}
+        tensors = self.cut_batch(batch)
         tensors |= {each.name: each.take(self.graph) for each in self._entries}
         tensors |= bind_group_tensors(self.graph, self._optimizer)
         numbers = bind_numbers(self.graph, self._optimizer)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.errors import PlanError
+from penstock.graph.executable import make_executable
 from penstock.graph.step_graph import Operator, StepGraph, map_views
 from penstock.partitioner._collective_operators import WRITTEN_OUT
 from penstock.partitioner._operator_call import OperatorCall
@@ -75,7 +76,7 @@ def write_rank(
         metadata=graph.metadata,
         captured=graph.captured,
     )
-    return RankStep(made, tuple(builder.exchanges))
+    return RankStep(make_executable(made), tuple(builder.exchanges))
 
 
 def _write(storages: RankStorages, index: int, operator: Operator) -> None:

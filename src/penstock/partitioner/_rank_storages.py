@@ -9,7 +9,14 @@ from typing import Any
 
 from penstock.errors import PlanError
 from penstock.graph.step_graph import StepGraph, TensorView, views_in
-from penstock.partitioner._mesh import PARTIAL, REPLICATED, Mesh, Placement, make_mesh
+from penstock.partitioner._mesh import (
+    PARTIAL,
+    REPLICATED,
+    Mesh,
+    Placement,
+    level_byte_seconds,
+    make_mesh,
+)
 from penstock.partitioner._partition import Partition
 from penstock.partitioner._pieces import StoragePiece, view_piece
 from penstock.partitioner._rank_builder import RankBuilder, whole_extents
@@ -49,7 +56,8 @@ class RankStorages:
             tuple(_axis_of_letter(each, axes.names) for each in letters)
             for letters, axes in zip(partition.splits, self.axes.operators, strict=True)
         ]
-        self.builder = RankBuilder(self.mesh, coordinates, groups)
+        byte_seconds = level_byte_seconds(self.mesh, partition.machine)
+        self.builder = RankBuilder(self.mesh, coordinates, groups, byte_seconds)
         self.pieces: dict[int, StoragePiece] = {}
         self.ends: list[int] = _find_ends(graph)
         self.last_written: list[int] = []
