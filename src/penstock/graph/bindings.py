@@ -59,9 +59,7 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
     return add_input_parts(graph, found)
 
 
-def add_input_parts(
-    graph: StepGraph, tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def add_input_parts(graph: StepGraph, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a batch's tensors with the parts that a graph of split operators has of them."""
     for name in graph.tensors:
         if part := part_of_input(name):

@@ -85,7 +85,7 @@ def partition(
     best = search.best()
     if best is None:
         raise _infeasible(search, devices)
-    return _assemble(search, best, devices, seed, time.monotonic() - start)
+    return assemble(search, best, devices, seed, time.monotonic() - start)
 
 
 def _infeasible(search: SplitSearch, devices: int) -> InfeasibleError:
@@ -127,9 +127,10 @@ def least_device_bytes(model: Model, devices: int) -> int:
     return int(model.live_bytes(model.num_bytes // np.array(pieces, dtype=np.int64)).max(initial=0))
 
 
-def _assemble(
+def assemble(
     search: SplitSearch, best: FoundSplit, devices: int, seed: int, elapsed_seconds: float
 ) -> Partition:
+    """Return the partition of a found split."""
     model, machine, step = search.model, search.machine, best.step
     graph = model.graph
     collectives = tuple(list_collectives(model, step))

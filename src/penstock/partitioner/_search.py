@@ -161,7 +161,7 @@ class SplitSearch:
             style = styles[min(num_levels, len(styles)) - 1] if styles else None
             above = level.step_split(self._solve_level(level, elimination, price, style))
         assert above is not None
-        return self._add(above, "+".join(styles) or "search")
+        return self.add(above, "+".join(styles) or "search")
 
     def _critical(self, step: StepSplit | None) -> int:
         """Return the operator at which a rank needs the most bytes."""
@@ -190,7 +190,8 @@ class SplitSearch:
         found = (elimination.solve(price, each) for each in starts)
         return min(found, key=lambda each: each[0])[1]
 
-    def _add(self, step: StepSplit, origin: str) -> FoundSplit:
+    def add(self, step: StepSplit, origin: str) -> FoundSplit:
+        """Count the costs of a split, and keep it as a candidate."""
         exchanged, cost = self.model.exchanged_bytes(step)
         peak = int(self.model.device_bytes(step).max(initial=0))
         candidate = FoundSplit(cost, exchanged, peak, step, origin)
@@ -222,7 +223,7 @@ class SplitSearch:
                 return
             limit = None
             if level.choices.total(options)[0] < cheapest * (1 - 1e-9):
-                found = self._add(level.step_split(options), "gap")
+                found = self.add(level.step_split(options), "gap")
                 if self.fits(found):
                     cheapest = found.cost
                     limit = cheapest * (1 - 1e-9) + price * self.budget
@@ -280,7 +281,7 @@ class SplitSearch:
         for _, changed in _list_changes(level, options):
             if time.monotonic() > ends:
                 return
-            found = self._add(level.step_split(changed), "repair")
+            found = self.add(level.step_split(changed), "repair")
             if not self.fits(found) or found.cost >= best.cost:
                 self.candidates.pop()
             else:

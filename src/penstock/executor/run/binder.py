@@ -123,9 +123,7 @@ class Binder:
         )
         return dataclasses.replace(self, partitioned=made)
 
-    def capture(
-        self, batch: Any, *, is_extra: bool = False, is_whole: bool = False
-    ) -> StepGraph:
+    def capture(self, batch: Any, *, is_extra: bool = False, is_whole: bool = False) -> StepGraph:
         """Capture the step of a batch; refuse it before the time that planning takes.
 
         An extra batch may have another number of micro-batches than the first one. The batch may be
