@@ -46,7 +46,7 @@ from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph, with_workspace
 from penstock.memory import machine
 from penstock.partitioner import Partition, check, partition
-from penstock.partitioner._api import assemble
+from penstock.partitioner._api import assemble, with_bound
 from penstock.partitioner._fold import find_groups
 from penstock.partitioner._search import SplitSearch
 from penstock.partitioner._split import Model as SplitModel
@@ -160,7 +160,7 @@ def _solve_flat(graph: StepGraph, devices: int, budget: int, time_limit: float) 
     if flat.step is None:
         raise InfeasibleError(f"no flat split was found within {time_limit:g} s")
     search = SplitSearch(model, MACHINE, None)
-    found = assemble(search, search.add(flat.step, FLAT), devices, 0, time_limit)
+    found = with_bound(search, assemble(search, search.add(flat.step, FLAT), 0))
     check(graph, found)
     return dataclasses.replace(found, notes={**found.notes, "is_proved": flat.is_proved})
 

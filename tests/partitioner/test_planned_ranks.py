@@ -68,7 +68,7 @@ def split_no_sums(graph: StepGraph) -> Partition:
     start = np.zeros(len(choices.num_options), dtype=int)
     _, found = Elimination(choices).solve(1.0, start, unwanted)
     search = SplitSearch(model, MACHINE, None)
-    made = assemble(search, search.add(level.step_split(found), "no sums"), NUM_RANKS, 0, 0.0)
+    made = assemble(search, search.add(level.step_split(found), "no sums"), 0)
     check(graph, made)
     return made
 

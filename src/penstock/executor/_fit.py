@@ -257,6 +257,8 @@ class PlannedStep:
 
     Attributes:
         plan: The plan.
+        partitioned: This rank's part of a step over several devices, with the `state_dict()` of a
+            checkpoint; None of a step on one.
     """
 
     def __init__(
@@ -270,6 +272,7 @@ class PlannedStep:
         # A plan without a graph is for the step that is captured with the next batch.
         self._planned = [] if isinstance(planned, Plan) else planned
         self.plan = planned if isinstance(planned, Plan) else planned[0].plan
+        self.partitioned = binder.partitioned
         self._binder = binder
         self._initialization = initialization
         self._shadow = shadow
@@ -298,6 +301,8 @@ class PlannedStep:
             CaptureError: The program does not do what was captured; nothing has moved.
             UnlikeEagerError: The program does not compute what was captured, as its loss shows;
                 nothing has been updated.
+            RankError: A collective has failed, as when another rank has ended; nothing has been
+                updated.
             TornStepError: The step failed in the middle of its update; the error names the tensors
                 that are lost. After any other error model and optimizer are as before the step.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable
@@ -15,12 +16,15 @@ from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
 from penstock.partitioner._fold import find_groups
 from penstock.partitioner._mesh import PARTIAL, level_byte_seconds, share
 from penstock.partitioner._partition import Collective, FrontierPoint, Partition
+from penstock.partitioner._rank import find_peak
 from penstock.partitioner._search import FoundSplit, SplitSearch
 from penstock.partitioner._split import Model, StepSplit
 from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
 from penstock.units import format_bytes, parse_bytes
 
+_NUM_TRIALS = 8  # of partitions that might fit
+_ROUGHLY = 1.08  # times what is held, at most, the search counts for some partitions
 _NUM_NAMED = 5  # tensors in the message of a step that does not fit
 
 
@@ -66,8 +70,7 @@ def partition(
     The search follows Wang, Huang and Li, EuroSys 2019, sections 4 and 5, with replication at a
     price in the place of none.
     """
-    if type(devices) is not int or devices < 2:
-        raise ValueError(f"devices is {devices!r}; accepted is a whole number of at least 2")
+    check_devices(devices)
     if not time_limit > 0:
         raise ValueError(f"time_limit is {time_limit!r}; accepted are seconds above 0")
     if method not in METHODS:
@@ -75,17 +78,61 @@ def partition(
     budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")
     profile = probe() if machine is None else machine
     start = time.monotonic()
-    axes = find_axes(graph)
-    model = Model(graph, axes, find_groups(graph, axes))
-    search = SplitSearch(model, profile, budget, start + time_limit)
+    search = make_search(graph, profile, budget, start + time_limit)
     if method == "auto":
         search.run(devices)
     else:
         search.run_style(devices, method)
-    best = search.best()
-    if best is None:
-        raise _infeasible(search, devices)
-    return assemble(search, best, devices, seed, time.monotonic() - start)
+    found = _find_fitting(search, devices, seed)
+    notes = {**found.notes, "search_seconds": time.monotonic() - start}
+    return with_bound(search, dataclasses.replace(found, notes=notes))
+
+
+def _find_fitting(search: SplitSearch, devices: int, seed: int) -> Partition:
+    """Return the best partition whose rank's own step fits, with all copies for its collectives.
+
+    The search counts copies roughly: what it finds too large may fit, and the reverse.
+    """
+    budget = search.budget
+    if budget is None:
+        return assemble(search, search.rank_candidates()[0], seed)
+    limit = round(_ROUGHLY * budget)
+    ranked = search.rank_candidates(limit)
+    for number, best in enumerate(ranked):
+        if best.peak_bytes > limit:
+            continue
+        found = assemble(search, best, seed)
+        if found.peak_device_bytes <= budget:
+            return dataclasses.replace(found, device_bytes=budget)
+        if number >= _NUM_TRIALS:  # as much smaller as this one is too large
+            limit = min(limit, budget, best.peak_bytes * budget // found.peak_device_bytes)
+    raise _infeasible(search, devices)
+
+
+def check_devices(devices: object) -> None:
+    """Refuse what is no number of ranks."""
+    if type(devices) is not int or devices < 2:
+        raise ValueError(f"devices is {devices!r}; accepted is a whole number of at least 2")
+
+
+def make_search(
+    graph: StepGraph, machine: MachineProfile, budget: int | None, deadline: float
+) -> SplitSearch:
+    """Return a search that has not begun."""
+    axes = find_axes(graph)
+    return SplitSearch(Model(graph, axes, find_groups(graph, axes)), machine, budget, deadline)
+
+
+def with_bound(search: SplitSearch, found: Partition) -> Partition:
+    """Return a partition with the lower bound of what any within its budget exchanges."""
+    model, devices = search.model, found.devices
+    bound = max(
+        bound_exchanged_bytes(model, devices, found.device_bytes),
+        bound_by_levels(model, devices, search.deadline),
+    )
+    return dataclasses.replace(
+        found, lower_bound_bytes=math.floor(min(bound, found.exchanged_bytes))
+    )
 
 
 def _infeasible(search: SplitSearch, devices: int) -> InfeasibleError:
@@ -127,10 +174,8 @@ def least_device_bytes(model: Model, devices: int) -> int:
     return int(model.live_bytes(model.num_bytes // np.array(pieces, dtype=np.int64)).max(initial=0))
 
 
-def assemble(
-    search: SplitSearch, best: FoundSplit, devices: int, seed: int, elapsed_seconds: float
-) -> Partition:
-    """Return the partition of a found split."""
+def assemble(search: SplitSearch, best: FoundSplit, seed: int) -> Partition:
+    """Return the partition of a found split, without a bound."""
     model, machine, step = search.model, search.machine, best.step
     graph = model.graph
     collectives = tuple(list_collectives(model, step))
@@ -143,11 +188,7 @@ def assemble(
             operator_seconds(graph, machine), model.groups.of_operator, strict=True
         )
     )
-    bound = max(
-        bound_exchanged_bytes(model, devices, search.budget),
-        bound_by_levels(model, devices, search.deadline),
-    )
-    return Partition(
+    found = Partition(
         graph_digest=graph.digest,
         mesh=step.mesh.sizes,
         placements=tuple(
@@ -159,10 +200,10 @@ def assemble(
             for operator, group in enumerate(model.groups.of_operator)
         ),
         collectives=collectives,
-        device_bytes=search.budget,
+        device_bytes=None,
         peak_device_bytes=best.peak_bytes,
         exchanged_bytes=exchanged,
-        lower_bound_bytes=math.floor(min(bound, exchanged)),
+        lower_bound_bytes=0,
         step_seconds=compute_seconds + exchange_seconds,
         exchange_seconds=exchange_seconds,
         frontier=find_frontier(search.candidates),
@@ -170,11 +211,12 @@ def assemble(
         machine=machine,
         seed=seed,
         notes={
-            "search_seconds": elapsed_seconds,
             "num_candidates": len(search.candidates),
             "origin": best.origin,
         },
     )
+    peak = find_peak(graph, found)
+    return found if peak is None else dataclasses.replace(found, peak_device_bytes=peak)
 
 
 def _list_unknown(model: Model) -> dict[str, int]:

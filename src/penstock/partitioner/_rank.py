@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.errors import PlanError
 from penstock.graph.executable import make_executable
 from penstock.graph.step_graph import Operator, StepGraph, map_views
@@ -19,6 +21,7 @@ from penstock.partitioner._operators import adapt_arguments
 from penstock.partitioner._partition import Partition
 from penstock.partitioner._rank_builder import RankExchange
 from penstock.partitioner._rank_storages import RankStorages
+from penstock.partitioner._split import find_live_ranges
 
 
 class RankStep(NamedTuple):
@@ -77,6 +80,26 @@ def write_rank(
         captured=graph.captured,
     )
     return RankStep(make_executable(made), tuple(builder.exchanges))
+
+
+def find_peak(graph: StepGraph, partition: Partition) -> int | None:
+    """Return the bytes that the first rank holds at its fullest operator, copies for collectives
+    included; None if its step cannot be written.
+    """
+    num_levels = len(partition.mesh)
+    try:
+        step = write_rank(graph, partition, (0,) * num_levels, ("",) * num_levels).graph
+    except PlanError as error:
+        if error.rule == "graph":
+            raise
+        return None
+    first, last = find_live_ranges(step)
+    change = np.zeros(len(step.operators) + 1, dtype=np.int64)
+    num_bytes = [each.num_bytes for each in step.storages]
+    np.add.at(change, first, num_bytes)
+    np.subtract.at(change, last, num_bytes)
+    workspace = np.array([each.workspace_bytes for each in step.operators], dtype=np.int64)
+    return int((np.cumsum(change)[:-1] + workspace).max(initial=0))
 
 
 def _write(storages: RankStorages, index: int, operator: Operator) -> None:

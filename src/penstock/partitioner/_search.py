@@ -109,8 +109,13 @@ class SplitSearch:
 
     def best(self) -> FoundSplit | None:
         """Return the cheapest candidate that fits the budget."""
-        fitting = [each for each in self.candidates if self.fits(each)]
-        return min(fitting, key=lambda each: (each.cost, each.peak_bytes), default=None)
+        return next(iter(self.rank_candidates(self.budget)), None)
+
+    def rank_candidates(self, limit: int | None = None) -> list[FoundSplit]:
+        """Return different candidates within a number of bytes, the cheapest first."""
+        within = [each for each in self.candidates if limit is None or each.peak_bytes <= limit]
+        ranked = sorted(within, key=lambda each: (each.cost, each.peak_bytes))
+        return [*{(each.cost, each.peak_bytes): each for each in reversed(ranked)}.values()][::-1]
 
     def fits(self, candidate: FoundSplit) -> bool:
         """Return whether a split fits the budget."""

@@ -102,7 +102,7 @@ class Model:
         }
         self.extents = tuple(axes.sizes(storage) for storage in range(len(graph.storages)))
         self.num_bytes = np.array([each.num_bytes for each in graph.storages], dtype=np.int64)
-        self.first, self.last = _live_ranges(graph)
+        self.first, self.last = find_live_ranges(graph)
         self._group_of_storage = np.array(groups.of_storage, dtype=np.int64)
         self._group_of_operator = np.array(groups.of_operator, dtype=np.int64)
         self._forms: dict[tuple[Use, tuple[int, ...]], int] = {}
@@ -263,7 +263,7 @@ def _halo(use: Use, split: Split, own: Placement, mesh: Mesh) -> tuple[Move, ...
     return tuple(moves)
 
 
-def _live_ranges(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+def find_live_ranges(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
     """Return for each storage the first operator at which it is live, and the one after its last.
 
     Parameters, optimizer state, inputs and results are live before or after their uses.

@@ -39,6 +39,7 @@ from penstock.graph.bindings import (
 )
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.executable import copies_results
+from penstock.graph.fsdp.collectives import as_rank_error
 from penstock.graph.fsdp.shards import ShardedModel
 from penstock.graph.guards import Guards
 from penstock.memory import Ledger, Link, Tier
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _INTERRUPT_DISTANCE = 16  # positions between two checks for signals
 _MAX_TIMES = 1000
+_UNDONE = "model and optimizer are as before this step"
 
 
 class Execution:
@@ -268,7 +270,11 @@ class Execution:
                 if state is not None:
                     self._device.set_random_state(state)
                 self._undo(len(ends) if is_timed else index, error)
-            raise
+            failure = as_rank_error(error)
+            if failure is None:
+                raise
+            failure.add_note(f"penstock: {_UNDONE}")
+            raise failure from error
         if is_timed:
             self._timing.record(begin, ends)
 
@@ -281,7 +287,7 @@ class Execution:
         for link in self._links.values():
             link.reset()
         if not (updated or lost):
-            error.add_note("penstock: model and optimizer are as before this step")
+            error.add_note(f"penstock: {_UNDONE}")
             return
         raise TornStepError(
             f"a step failed in the middle of its update ({type(error).__name__}: {error}): "

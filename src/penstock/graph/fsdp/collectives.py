@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from penstock.errors import RankError
+
 
 def _collective(changed: str) -> Callable[[Callable[..., None]], Any]:
     """Make an operator of a function that changes one of its arguments."""
@@ -60,6 +62,21 @@ def reduce_scatter_mean_(shard: torch.Tensor, full: torch.Tensor, group: str) ->
     """Fill `shard` (k elements) with this rank's part of the mean of all ranks' `full` (n x k)."""
     # As FSDP2 does it: the backend averages.
     _reduce_scatter(shard, full, op=distributed.ReduceOp.AVG, group=_members(group))
+
+
+def as_rank_error(error: BaseException) -> RankError | None:
+    """Return the error of a collective in words; None of any other error."""
+    text = str(error).lower()
+    words = ("gloo", "nccl", "connection", "socket", "process group")
+    is_known = isinstance(error, RuntimeError) and any(word in text for word in words)
+    if not (is_known and distributed.is_available() and distributed.is_initialized()):
+        return None
+    rank = distributed.get_rank()
+    return RankError(
+        f"a collective of the step failed on rank {rank}: {error}; another rank may have ended: "
+        "start all ranks again from the last checkpoint",
+        rank=rank,
+    )
 
 
 def _gather(place: torch.Tensor, tensor: torch.Tensor, num_ranks: int, group: str) -> None:
