@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.errors import PlanError
 from penstock.graph.executable import make_executable
-from penstock.graph.step_graph import Operator, StepGraph, map_views
+from penstock.graph.step_graph import Operator, StepGraph, Storage, map_views
 from penstock.partitioner._collective_operators import WRITTEN_OUT
 from penstock.partitioner._operator_call import OperatorCall
 from penstock.partitioner._operators import adapt_arguments
@@ -30,10 +30,12 @@ class RankStep(NamedTuple):
     Attributes:
         graph: The step graph.
         exchanges: Its collectives, in order.
+        peak_device_bytes: Bytes that it holds at its fullest operator.
     """
 
     graph: StepGraph
     exchanges: tuple[RankExchange, ...]
+    peak_device_bytes: int
 
 
 def write_rank(
@@ -79,7 +81,9 @@ def write_rank(
         metadata=graph.metadata,
         captured=graph.captured,
     )
-    return RankStep(make_executable(made), tuple(builder.exchanges))
+    made = make_executable(made)
+    peak = _count_peak(made, builder.storages)  # not rounded up
+    return RankStep(made, tuple(builder.exchanges), peak)
 
 
 def find_peak(graph: StepGraph, partition: Partition) -> int | None:
@@ -88,17 +92,22 @@ def find_peak(graph: StepGraph, partition: Partition) -> int | None:
     """
     num_levels = len(partition.mesh)
     try:
-        step = write_rank(graph, partition, (0,) * num_levels, ("",) * num_levels).graph
+        step = write_rank(graph, partition, (0,) * num_levels, ("",) * num_levels)
     except PlanError as error:
         if error.rule == "graph":
             raise
         return None
-    first, last = find_live_ranges(step)
-    change = np.zeros(len(step.operators) + 1, dtype=np.int64)
-    num_bytes = [each.num_bytes for each in step.storages]
+    return step.peak_device_bytes
+
+
+def _count_peak(graph: StepGraph, storages: list[Storage]) -> int:
+    """Return the most bytes of storages and workspace, operator by operator."""
+    first, last = find_live_ranges(graph)
+    change = np.zeros(len(graph.operators) + 1, dtype=np.int64)
+    num_bytes = [each.num_bytes for each in storages]
     np.add.at(change, first, num_bytes)
     np.subtract.at(change, last, num_bytes)
-    workspace = np.array([each.workspace_bytes for each in step.operators], dtype=np.int64)
+    workspace = np.array([each.workspace_bytes for each in graph.operators], dtype=np.int64)
     return int((np.cumsum(change)[:-1] + workspace).max(initial=0))
 
 
