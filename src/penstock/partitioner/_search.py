@@ -124,17 +124,17 @@ class SplitSearch:
     def _search_mesh(self, mesh: Mesh, ends: float) -> None:
         for style in STYLES:
             self._solve(mesh, 0.0 if style == "batch" else 1.0, style)
-        if self.budget is None:
+        if self.budget is None or self.fits(self._solve(mesh, 0.0)):
+            # Solved level by level, a price may give less exchange than none.
             for price in _PRICES:
                 if time.monotonic() > ends:
                     return
                 self._solve(mesh, price)
+            self._repair(mesh, ends)
             return
         below, above = 0.0, _PRICES[-1]  # prices at which it does not fit, and does
         if not self.fits(self._solve(mesh, above)) or time.monotonic() > ends:
             return
-        if self.fits(self._solve(mesh, 0.0)):
-            above = 0.0
         for _ in range(_NUM_BISECTIONS):
             if time.monotonic() > ends or above <= max(1.01 * below, _PRICES[1]):
                 break
