@@ -68,6 +68,12 @@ def test_random_steps_are_split_as_brute_force_does():
     assert sum(results) >= math.ceil(0.95 * NUM_RANDOM)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not can_solve(), reason="needs highspy")
+def test_three_hundred_random_steps_are_split_as_brute_force_does():
+    assert sum(map(compare, range(300))) >= 285
+
+
 def plan(graph: StepGraph, devices: int, budget: int | None = None) -> Partition:
     found = partition(graph, devices=devices, device_memory=budget, machine=MACHINE, time_limit=30)
     check(graph, found)
