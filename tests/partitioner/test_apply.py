@@ -20,7 +20,8 @@ CASES = [
     *(("cell", "auto"), ("cnn", "batch"), ("gpt2", "auto"), ("llama", "tensor")),
     *(("resnet", "auto"), ("lstm", "fsdp"), ("mixture", "auto"), ("columns", "tensor")),
 ]
-RESUMED = [("words", "auto"), ("llama", "tensor"), ("mixture", "auto")]  # on four ranks
+RESUMED = [("words", "auto"), ("llama", "tensor"), ("mixture", "auto")]
+"""Cases that two ranks save and four go on with."""
 REPLICATED = {("cnn", "batch"), ("dropout", "batch")}
 ROUNDING_BYTES = 1024  # of some dozen pieces of the smallest steps to 64 bytes each
 TOLERANCE = 1e-5  # relative, of float32 sums of at most a hundred numbers in another order
@@ -57,8 +58,8 @@ def test_ranks_train_as_one_process_does(tmp_path: Path):
 def _resume_on_more_ranks(names: dict[tuple[str, str], str], folder: Path) -> None:
     """What two ranks have saved, four go on with."""
     saved = [
-        _rank_cases.Saved(_rank_cases.make_case(*case, 2 * NUM_RANKS), path)
-        for case, path in names.items()
+        _rank_cases.Saved(_rank_cases.make_case(name, "tensor", 2 * NUM_RANKS), path)
+        for (name, _), path in names.items()
     ]
     work = functools.partial(_rank_cases.resume_cases, saved)
     for results in spawn(work, 2 * NUM_RANKS, folder):

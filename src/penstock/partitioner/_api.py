@@ -25,6 +25,7 @@ from penstock.units import format_bytes, parse_bytes
 
 _NUM_TRIALS = 8  # of partitions that might fit
 _ROUGHLY = 1.08  # times what is held, at most, the search counts for some partitions
+_NUM_PLACES = 64  # operators at which most is live, for a bound
 _NUM_NAMED = 5  # tensors in the message of a step that does not fit
 
 
@@ -153,10 +154,11 @@ def _infeasible(search: SplitSearch, devices: int) -> InfeasibleError:
     names = ", ".join(f"{graph.storages[i].name} ({format_bytes(int(local[i]))})" for i in largest)
     least_bytes = least_device_bytes(model, devices)
     proved = least_bytes > budget
+    sufficient = assemble(search, least, 0).peak_device_bytes
     remedy = "use more devices, a smaller batch, or a larger budget"
     return InfeasibleError(
         f"no partition over {devices} devices was found that fits device_memory = "
-        f"{format_bytes(budget)}: the fullest rank needs {format_bytes(least.peak_bytes)} at "
+        f"{format_bytes(budget)}: the fullest rank needs {format_bytes(sufficient)}, at "
         f"{graph.operators[place].name!r}"
         + (f"; the largest tensors that do not split: {names}" if names else "")
         + (f"; none fits less than {format_bytes(least_bytes)}" if proved else "")
@@ -164,14 +166,17 @@ def _infeasible(search: SplitSearch, devices: int) -> InfeasibleError:
         minimum_device_bytes=least_bytes,
         operator=graph.operators[place].name,
         proved=proved,
-        sufficient_device_bytes=least.peak_bytes,
+        sufficient_device_bytes=sufficient,
     )
 
 
 def least_device_bytes(model: Model, devices: int) -> int:
-    """Return the bytes that a rank holds at some operator in any partition."""
+    """Return the bytes that a rank holds before some operator in any partition."""
     pieces = [math.gcd(devices, math.prod(extents)) for extents in model.extents]
-    return int(model.live_bytes(model.num_bytes // np.array(pieces, dtype=np.int64)).max(initial=0))
+    least = model.least_bytes // np.array(pieces, dtype=np.int64)
+    # As many are live at the operator, of which those that it makes are not there before.
+    places = np.argsort(-model.live_bytes(least), kind="stable")[:_NUM_PLACES]
+    return max((int(least[model.is_live_before(int(each))].sum()) for each in places), default=0)
 
 
 def assemble(search: SplitSearch, best: FoundSplit, seed: int) -> Partition:

@@ -36,7 +36,7 @@ _LEAST_SHARE = 0.3  # of the time limit, for plans
 _NUM_LOOSER = 4  # partitions that need more than the budget, of which ranks' steps are planned
 
 
-class PlanOptions(TypedDict, total=False):
+class PlanArguments(TypedDict, total=False):
     """Arguments of `penstock.planner.plan` beside the graph."""
 
     device_memory: int | str | None
@@ -131,15 +131,15 @@ class JointPlan:
 
 
 @overload
-def plan(graph: StepGraph, *, devices: None = None, **options: Unpack[PlanOptions]) -> Plan: ...
+def plan(graph: StepGraph, *, devices: None = None, **options: Unpack[PlanArguments]) -> Plan: ...
 
 
 @overload
-def plan(graph: StepGraph, *, devices: int, **options: Unpack[PlanOptions]) -> JointPlan: ...
+def plan(graph: StepGraph, *, devices: int, **options: Unpack[PlanArguments]) -> JointPlan: ...
 
 
 def plan(
-    graph: StepGraph, *, devices: int | None = None, **options: Unpack[PlanOptions]
+    graph: StepGraph, *, devices: int | None = None, **options: Unpack[PlanArguments]
 ) -> Plan | JointPlan:
     """Plan a training step on one device, or split it over several and plan each rank's part.
 
@@ -207,7 +207,7 @@ def plan(
     return dataclasses.replace(best, partition=with_bound(search, best.partition))
 
 
-def _parse_options(graph: StepGraph, options: PlanOptions) -> PlanOptions:
+def _parse_options(graph: StepGraph, options: PlanArguments) -> PlanArguments:
     """Return options with bytes and a profile in the place of words."""
     machine, memory = options.get("machine"), options.get("device_memory")
     if isinstance(machine, str):

@@ -97,6 +97,8 @@ def find_peak(graph: StepGraph, partition: Partition) -> int | None:
         if error.rule == "graph":
             raise
         return None
+    except ValueError:  # this torch has not all operators of a graph that was loaded
+        return None
     return step.peak_device_bytes
 
 

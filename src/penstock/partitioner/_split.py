@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.graph import TENSOR_ALIGNMENT_BYTES
 from penstock.graph.step_graph import Kind, StepGraph
 from penstock.partitioner._fold import Groups
 from penstock.partitioner._mesh import (
@@ -191,6 +192,18 @@ class Model:
         np.add.at(total, self.first, local_bytes)
         np.subtract.at(total, self.last, local_bytes)
         return np.cumsum(total)[:-1]
+
+    @functools.cached_property
+    def least_bytes(self) -> np.ndarray:
+        """Bytes of storages at least, as captures round them up."""
+        unit = TENSOR_ALIGNMENT_BYTES[self.graph.device]
+        return np.maximum(self.num_bytes - (unit - 1), 0)
+
+    def is_live_before(self, operator: int) -> np.ndarray:
+        """Return which storages exist before an operator has made anything, and after it."""
+        begins = [each.initial is not None for each in self.graph.storages]
+        first = np.where(np.array(begins, dtype=bool), -1, self.first)
+        return (first < operator) & (operator < self.last)
 
     def local_bytes(self, step: StepSplit) -> np.ndarray:
         """Return the bytes of a rank's piece of each storage."""
