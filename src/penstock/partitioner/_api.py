@@ -24,7 +24,7 @@ from penstock.partitioner.axes import find_axes
 from penstock.units import format_bytes, parse_bytes
 
 _NUM_TRIALS = 8  # of partitions that might fit
-_ROUGHLY = 1.08  # times what is held, at most, the search counts for some partitions
+_NEARLY = 1.001  # times the budget, by an estimate
 _NUM_PLACES = 64  # operators at which most is live, for a bound
 _NUM_NAMED = 5  # tensors in the message of a step that does not fit
 
@@ -92,21 +92,29 @@ def partition(
 def _find_fitting(search: SplitSearch, devices: int, seed: int) -> Partition:
     """Return the best partition whose rank's own step fits, with all copies for its collectives.
 
-    The search counts copies roughly: what it finds too large may fit, and the reverse.
+    The search counts copies roughly. By how much it is wrong for one split, it is about for others.
     """
-    budget = search.budget
+    ranked, budget = search.rank_candidates(), search.budget
     if budget is None:
-        return assemble(search, search.rank_candidates()[0], seed)
-    limit = round(_ROUGHLY * budget)
-    ranked = search.rank_candidates(limit)
-    for number, best in enumerate(ranked):
-        if best.peak_bytes > limit:
-            continue
+        return assemble(search, ranked[0], seed)
+    ratio, fitting, cheaper, tried = 1.0, None, ranked, set[FoundSplit]()
+    for _ in range(_NUM_TRIALS):
+        limit = _NEARLY * budget / ratio
+        best = next((e for e in cheaper if e.peak_bytes <= limit and e not in tried), None)
+        if best is None:
+            break
+        tried.add(best)
         found = assemble(search, best, seed)
+        ratio = found.peak_device_bytes / max(1, best.peak_bytes)
+        if found.peak_device_bytes <= budget:
+            fitting, cheaper = found, ranked[: ranked.index(best)]
+    if fitting is not None:
+        return dataclasses.replace(fitting, device_bytes=budget)
+    smallest = sorted(ranked, key=lambda each: each.peak_bytes)
+    for each in [each for each in smallest if each not in tried][:_NUM_TRIALS]:
+        found = assemble(search, each, seed)
         if found.peak_device_bytes <= budget:
             return dataclasses.replace(found, device_bytes=budget)
-        if number >= _NUM_TRIALS:  # as much smaller as this one is too large
-            limit = min(limit, budget, best.peak_bytes * budget // found.peak_device_bytes)
     raise _infeasible(search, devices)
 
 

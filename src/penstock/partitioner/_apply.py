@@ -28,7 +28,7 @@ from penstock.graph.bindings import (
 )
 from penstock.graph.encoding import dtype_from_name
 from penstock.graph.fsdp.collectives import as_rank_error
-from penstock.graph.fsdp.shards import ShardedModel, is_sharded
+from penstock.graph.fsdp.shards import ShardedModel, is_sharded, local_of
 from penstock.graph.guards import Guards
 from penstock.graph.reference import ReferenceRun
 from penstock.graph.step_graph import StepGraph
@@ -161,7 +161,7 @@ class PartitionedStep:
             tensor = entry.get_whole()
             assert tensor is not None, "distribution has made all state"
             is_whole = not isinstance(tensor, DTensor) or _is_in_one_piece(tensor)
-            state[entry.name] = tensor if is_whole else tensor.full_tensor()
+            state[entry.name] = tensor.detach() if is_whole else tensor.detach().full_tensor()
         for index, group in enumerate(self._optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
@@ -182,16 +182,13 @@ class PartitionedStep:
             )
         with torch.no_grad():
             for entry in self._entries:
-                own, given = entry.get_whole(), state[entry.name]
+                own, given = entry.get(), local_of(state[entry.name])
                 assert own is not None
-                if own is given:
+                if own.is_set_to(given):  # loaded in place
                     continue
-                if not isinstance(own, DTensor):
-                    own.copy_(given)
-                elif isinstance(given, DTensor):
-                    own.to_local().copy_(given.to_local())
-                else:
-                    own.to_local().copy_(self._distribution.cut(entry.name, given))
+                if not is_sharded(state[entry.name]):
+                    given = self._distribution.cut(entry.name, given)
+                own.copy_(given)
         for index, group in enumerate(self._optimizer.param_groups):
             for key in group.keys() - {"params"}:
                 group[key] = state[f"optimizer.param_groups.{index}.{key}"]
