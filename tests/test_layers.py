@@ -43,7 +43,7 @@ ONLY = {
     "kv": {"memory", "codegen", "iomodel"},
     "planner": {"graph", "memory", "codegen"},
     "partitioner": {"planner", "graph", "memory"},
-    "executor": {"planner", "memory", "graph", "codegen"},
+    "executor": {"partitioner", "planner", "memory", "graph", "codegen"},
 }
 
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

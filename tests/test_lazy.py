@@ -50,7 +50,7 @@ def test_everything_can_be_imported_at_once():
     done = subprocess.run(
         [find_python("torch"), "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith("penstock.planner")
+    assert done.stdout.startswith("penstock.partitioner")
 
 
 def test_no_package_imports_the_compiler_of_torch():

@@ -44,14 +44,15 @@ if TYPE_CHECKING:
     from penstock.executor import ExecutionReport, PlannedStep, bind, fit
     from penstock.graph import StepGraph, capture
     from penstock.memory import FileStore, MachineProfile, probe
-    from penstock.partitioner import Partition, partition
-    from penstock.planner import Plan, plan
+    from penstock.partitioner import JointPlan, Partition, partition, plan
+    from penstock.planner import Plan
     from penstock.unified import UnifiedReport, UnifiedTensor, unify
 
 __all__ = [
     "ExecutionReport",
     "FileStore",
     "InfeasibleError",
+    "JointPlan",
     "MachineProfile",
     "Offload",
     "OffloadReport",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -20,8 +21,9 @@ from torch.nn import functional
 import _zoo
 import penstock
 from _steps import eager_step
-from penstock.errors import GraphFileError, PenstockError
+from penstock.errors import GraphFileError, RankError
 from penstock.graph import StepGraph
+from penstock.graph.fsdp.shards import local_of
 from penstock.memory import machine
 from penstock.partitioner import Partition, apply, check, partition
 
@@ -81,7 +83,8 @@ def make(name: str) -> tuple[nn.Module, Any, Callable[[Any, Any], torch.Tensor] 
         case = _zoo.CASES[name]
         return case.make(), case.batch, case.loss
     if name == "columns":
-        return nn.Linear(8, 16), torch.randn(12, 8), square
+        # Kernels of products add up a row of 64 alike, whether there are 64 columns or 32.
+        return nn.Linear(64, 64), torch.randn(64, 64), square
     if name == "mlp":
         layers = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)
         return nn.Sequential(*layers), torch.randn(12, 8), square
@@ -180,23 +183,79 @@ def refuse_mesh(case: Case) -> str:
     return ""
 
 
-def survive(case: Case, folder: Path) -> str:
-    """The error of a rank whose partner is killed after its first step."""
+def survive(case: Case, planned: bool, folder: Path) -> str:
+    """The error of a rank whose partner is killed after its first step, if nothing is lost."""
     distributed.init_process_group("gloo")
-    model, batch, _ = make(case.name)
-    mesh = init_device_mesh("cpu", case.partition.mesh)
-    step = apply(case.partition, model, mesh, graph=case.graph, optimizer=make_optimizer(model))
+    model, batch, loss = make(case.name)
+    optimizer = make_optimizer(model)
+    if planned:
+        options = {"machine": "h200", "time_limit": 0.5, "cache": False, "device_memory": "1GiB"}
+        step = penstock.fit(model, optimizer, batch, loss=loss, partition=case.partition, **options)
+    else:
+        mesh = init_device_mesh("cpu", case.partition.mesh)
+        step = apply(case.partition, model, mesh, graph=case.graph, optimizer=optimizer)
     step(batch)
     if distributed.get_rank():
         os.kill(os.getpid(), signal.SIGKILL)
+    before = [local_of(each).clone() for each in model.parameters()]
     try:
         step(batch)
-    except PenstockError as error:
+    except RankError as error:
+        after = [local_of(each) for each in model.parameters()]
+        assert all(map(torch.equal, before, after)) or not planned
         return str(error)
     return ""
 
 
-def run_cases(cases: list[Case], folder: Path) -> list[Any]:
-    """Train each case on the ranks of this process's group."""
+class Saved(NamedTuple):
+    """A case whose state is saved by some ranks after `NUM_SAVED` steps."""
+
+    case: Case
+    path: str
+
+
+NUM_SAVED = 3
+
+
+def save_checkpoint(saved: Saved) -> None:
+    """Train the first steps, and save."""
+    model, batch, _ = make(saved.case.name)
+    _, _, graph, found = saved.case
+    mesh = init_device_mesh("cpu", found.mesh)
+    step = apply(found, model, mesh, graph=graph, optimizer=make_optimizer(model))
+    for _ in range(NUM_SAVED):
+        step(batch)
+    checkpoint.save({"step": step}, checkpoint_id=saved.path)
+
+
+def resume(saved: Saved) -> dict[str, Any]:
+    """Load what other ranks have saved, and train the rest."""
+    model, batch, _ = make(saved.case.name)
+    _, _, graph, found = saved.case
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    mesh = init_device_mesh("cpu", found.mesh)
+    step = apply(found, model, mesh, graph=graph, optimizer=make_optimizer(model))
+    checkpoint.load({"step": step}, checkpoint_id=saved.path)
+    losses = [step(batch).item() for _ in range(NUM_STEPS - NUM_SAVED)]
+    state = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in model.state_dict().items()
+    }
+    peaks = found.peak_device_bytes, step.peak_device_bytes
+    return {"losses": losses, "state": state, "peaks": peaks}
+
+
+def resume_cases(cases: list[Saved], folder: Path) -> list[dict[str, Any]]:
+    """Resume each case on the ranks of this process's group."""
     distributed.init_process_group("gloo")
+    return [*map(resume, cases)]
+
+
+def run_cases(cases: list[Case], saved: list[Saved], folder: Path) -> list[Any]:
+    """Train each case on the ranks of this process's group; save the state of some."""
+    distributed.init_process_group("gloo")
+    for each in saved:
+        save_checkpoint(each)
     return [*map(train_together, cases), refuse_mesh(cases[0])]

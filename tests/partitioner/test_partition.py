@@ -18,63 +18,15 @@ from penstock.memory import machine
 from penstock.partitioner import Partition, check, partition
 from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
 from penstock.partitioner._fold import find_groups
-from penstock.partitioner._level import make_level
-from penstock.partitioner._mesh import make_mesh
 from penstock.partitioner._search import SplitSearch
-from penstock.partitioner._split import FORBIDDEN, Model
+from penstock.partitioner._split import Model
 from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
-from penstock.solvers import LinearProgram, can_solve
+from penstock.solvers import can_solve
+from planners.flat_ilp import solve_flat
 
 MACHINE = machine("h100-80gb")
 NUM_RANDOM = 8
-
-
-def solve_exactly(model: Model, devices: int, budget: int) -> float | None:
-    """The least cost of a split by one level, by HiGHS; None if none fits.
-
-    min sum c_v[i] x_vi + sum c_vw[i, j] y_vwij   over binary x,
-    sum_i x_vi = 1,  sum_j y_vwij = x_vi,  sum_i y_vwij = x_wj,  bytes at each operator <= budget
-    """
-    mesh = make_mesh((devices,), MACHINE)
-    rows: list[tuple[list[int], list[float]]] = [([], []) for _ in model.graph.operators]
-    level = make_level(model, mesh, None, {})
-    program = LinearProgram()
-    columns = [
-        [program.column(cost=float(cost), upper=1.0, integer=True) for cost in costs]
-        for costs in level.choices.costs
-    ]
-    for each in columns:
-        program.row(each, [1.0] * len(each), lower=1.0, upper=1.0)
-    pairs = {}
-    for (a, b), table in level.choices.pair_costs.items():
-        forbidden = table >= FORBIDDEN
-        y = [
-            [
-                program.column(cost=0.0 if no else float(c), upper=0.0 if no else 1.0)
-                for c, no in zip(costs, row, strict=True)
-            ]
-            for costs, row in zip(table, forbidden, strict=True)
-        ]
-        pairs[a, b] = y
-        for i, column in enumerate(columns[a]):
-            program.row([*y[i], column], [*[1.0] * len(y[i]), -1.0], lower=0.0, upper=0.0)
-        for j, column in enumerate(columns[b]):
-            others = [row[j] for row in y]
-            program.row([*others, column], [*[1.0] * len(others), -1.0], lower=0.0, upper=0.0)
-    for place, (names, factors) in enumerate(rows):
-        here = make_level(model, mesh, None, {place: 1.0}).choices
-        for v, num_bytes in enumerate(here.bytes):
-            names += columns[v]
-            factors += num_bytes.tolist()
-        for key, table in here.pair_bytes.items():
-            for y_row, row in zip(pairs[key], table, strict=True):
-                names += y_row
-                factors += row.tolist()
-        program.row(names, factors, upper=float(budget))
-    found = program.solve(time_limit=120.0)
-    assert found is not None or program.proved_infeasible, "the solver's time is over"
-    return found
 
 
 def random_case(seed: int) -> tuple[Model, int, int]:
@@ -93,26 +45,33 @@ def random_case(seed: int) -> tuple[Model, int, int]:
 def compare(seed: int) -> bool:
     """Whether a random case is solved to the optimum; the rest must hold in every one."""
     model, devices, budget = random_case(seed)
-    optimum = solve_exactly(model, devices, budget)
+    optimum = solve_flat(model, MACHINE, devices, budget)
+    assert optimum.is_proved
     search = SplitSearch(model, MACHINE, budget)
     search.run(devices)
     best = search.best()
     assert best is None or best.peak_bytes <= budget
-    if optimum is None:
+    if optimum.step is None:
         assert best is None
         return True
     assert best is not None
-    assert best.cost >= optimum * (1 - 1e-6)
-    assert search.lower_bound <= optimum * (1 + 1e-6) + 1e-6
+    assert best.cost >= optimum.cost * (1 - 1e-6)
+    assert search.lower_bound <= optimum.cost * (1 + 1e-6) + 1e-6
     assert bound_exchanged_bytes(model, devices, budget) <= best.exchanged_bytes + 1e-6
     assert bound_by_levels(model, devices) <= best.exchanged_bytes + 1e-6
-    return best.cost <= optimum * (1 + 1e-6) + 1e-6
+    return best.cost <= optimum.cost * (1 + 1e-6) + 1e-6
 
 
 @pytest.mark.skipif(not can_solve(), reason="needs highspy")
 def test_random_steps_are_split_as_brute_force_does():
     results = [compare(seed) for seed in range(NUM_RANDOM)]
     assert sum(results) >= math.ceil(0.95 * NUM_RANDOM)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_solve(), reason="needs highspy")
+def test_three_hundred_random_steps_are_split_as_brute_force_does():
+    assert sum(map(compare, range(300))) >= 285
 
 
 def plan(graph: StepGraph, devices: int, budget: int | None = None) -> Partition:

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from penstock.graph.capturing.step_program import StepProgram, check_optimizer
 from penstock.memory import FileStore, MachineProfile
 from penstock.planner import Found, Plan
 from penstock.units import parse_bytes
+
+if TYPE_CHECKING:
+    from penstock.partitioner import Partition
 
 
 def bind(
@@ -137,6 +140,7 @@ def fit(
     cache: bool = True,
     debug: bool = False,
     shadow: int | None = None,
+    partition: Partition | None = None,
 ) -> PlannedStep:
     """Make a training step that keeps within a memory budget: capture, plan, check and bind.
 
@@ -181,6 +185,11 @@ def fit(
             left.
         shadow: Compare every so many-th step with the program itself, as `bind` describes. None:
             the first two steps, and then at distances that double. 0: never.
+        partition: A split of the step over all ranks of this process group, one of which calls
+            this in each process, as torchrun starts them. Each rank plans its own part within
+            `device_memory`. `batch` is that of all ranks together, on each of them, in steps too;
+            model and optimizer are distributed as by `penstock.partitioner.apply`. Steps are not
+            compared with the program.
 
     Returns:
         The step: `loss = step(batch)`.
@@ -206,12 +215,31 @@ def fit(
     )
     program = StepProgram(model, None, loss, before_step, accumulate)
     binder = Binder(program=program, optimizer=optimizer, store=file_store, debug=debug)
+    if partition is not None:
+        _check_partitioned(extra_batches, shadow)
+        binder = binder.distribute(partition, batch)
+        assert binder.partitioned is not None
+        planned = [planner.make_plan(binder.partitioned.graph)]
+        return PlannedStep(binder, planned, Initialization([], None), Shadow(program, 0), planner)
     checks = Shadow(program, shadow)
     planned = [planner.make_plan(binder.capture(batch))]
     for each in extra_batches:
         planned.append(planner.make_plan(binder.capture(each, is_extra=True)))
     initialization = Initialization([*program.roots().values()], initialize)
     return PlannedStep(binder, planner.fit_one_arena(planned), initialization, checks, planner)
+
+
+def _check_partitioned(extra_batches: Sequence[Any], shadow: int | None) -> None:
+    if extra_batches:
+        raise ValueError(
+            "extra_batches=[...] with partition=: a partition is for batches of one form; leave "
+            "them out, and pad batches to that form"
+        )
+    if shadow:
+        raise ValueError(
+            f"shadow={shadow!r} with partition=: no rank holds the whole model to compare a step "
+            "with; leave it out, or pass shadow=0"
+        )
 
 
 def _parse_optional(size: int | str | None, name: str) -> int | None:
@@ -229,6 +257,8 @@ class PlannedStep:
 
     Attributes:
         plan: The plan.
+        partitioned: This rank's part of a step over several devices, with the `state_dict()` of a
+            checkpoint; None of a step on one.
     """
 
     def __init__(
@@ -242,6 +272,7 @@ class PlannedStep:
         # A plan without a graph is for the step that is captured with the next batch.
         self._planned = [] if isinstance(planned, Plan) else planned
         self.plan = planned if isinstance(planned, Plan) else planned[0].plan
+        self.partitioned = binder.partitioned
         self._binder = binder
         self._initialization = initialization
         self._shadow = shadow
@@ -270,6 +301,8 @@ class PlannedStep:
             CaptureError: The program does not do what was captured; nothing has moved.
             UnlikeEagerError: The program does not compute what was captured, as its loss shows;
                 nothing has been updated.
+            RankError: A collective has failed, as when another rank has ended; nothing has been
+                updated.
             TornStepError: The step failed in the middle of its update; the error names the tensors
                 that are lost. After any other error model and optimizer are as before the step.
         """
@@ -324,13 +357,17 @@ class PlannedStep:
             batch: A batch of that form; of accumulated micro-batches there may be another number.
 
         Raises:
-            PenstockError: The step is closed, or not made by `fit`.
+            PenstockError: The step is closed, not made by `fit`, or over several devices.
             InfeasibleError: No plan fits the budgets; the step is as before.
             CaptureError, ValueError: The step cannot be captured with this batch, as in
                 `penstock.fit`; the step is as before.
         """
         if self._planner is None or self._closed:
             raise PenstockError("only an open step that penstock.fit has made takes further forms")
+        if self._binder.partitioned is not None:
+            raise PenstockError(
+                "a step over several devices takes batches of the form that was partitioned only"
+            )
         self.release()
         extra = self._planner.make_plan(self._binder.capture(batch, is_extra=True))
         self._planned = self._planner.fit_one_arena([*self._planned, extra])

@@ -56,11 +56,16 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
             memory = torch.empty(view.end, dtype=tensor.dtype, device=tensor.device)
             found[name] = memory.as_strided(view.shape, view.stride, view.offset).copy_(tensor)
+    return add_input_parts(graph, found)
+
+
+def add_input_parts(graph: StepGraph, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch's tensors with the parts that a graph of split operators has of them."""
     for name in graph.tensors:
         if part := part_of_input(name):
             whole, begin, end = part
-            found[name] = found[whole].as_strided((end - begin,), (1,), begin)
-    return found
+            tensors[name] = tensors[whole].as_strided((end - begin,), (1,), begin)
+    return tensors
 
 
 def _check_constants(graph: StepGraph, batch: Any) -> None:

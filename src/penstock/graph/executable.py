@@ -16,6 +16,7 @@ import torch
 from penstock.compat.dispatch import OpOverload
 from penstock.graph._alignment import TENSOR_ALIGNMENT_BYTES
 from penstock.graph.encoding import OWN_TARGETS, resolve
+from penstock.graph.fsdp.collectives import TO_PLACES
 from penstock.graph.step_graph import Operator, Phase, StepGraph
 
 COPIES = ("aten.clone.default", "aten._to_copy.default")
@@ -48,7 +49,7 @@ def make_executable(graph: StepGraph) -> StepGraph:
         is_update = operator.phase is Phase.OPTIMIZER and operator.mutates
         if is_update and loss is not None and loss < index and loss not in after:
             after = (*after, loss)
-        num_bytes = operator.workspace_bytes + _unplaced_bytes(graph, operator)
+        num_bytes = operator.workspace_bytes + unplaced_bytes(graph, operator)
         if after != operator.after or num_bytes != operator.workspace_bytes:
             operator = dataclasses.replace(operator, after=after, workspace_bytes=num_bytes)
         operators.append(operator)
@@ -91,7 +92,8 @@ def writes_in_place(target: str) -> bool:
         >>> writes_in_place("aten.add.Tensor"), writes_in_place("aten.native_layer_norm.default")
         (True, False)
     """
-    return target in OWN_TARGETS or target in COPIES or out_variant(target) is not None
+    has_place = target in OWN_TARGETS or target in COPIES or target in TO_PLACES
+    return has_place or out_variant(target) is not None
 
 
 def copies_results(operator: Operator) -> bool:
@@ -151,8 +153,8 @@ def _sums_in_result(function: OpOverload) -> bool:
     return any(each.name == "reduction" for each in arguments) and not name.endswith("_backward")
 
 
-def _unplaced_bytes(graph: StepGraph, operator: Operator) -> int:
-    """Return the bytes of results if they are not all written to their addresses."""
+def unplaced_bytes(graph: StepGraph, operator: Operator) -> int:
+    """Return the bytes of an operator's results if they are not all written to their addresses."""
     created = [view for view in operator.outputs if view is not None]
     is_complete = len(created) == len(operator.outputs) or operator.target in OWN_TARGETS
     if is_complete and not copies_results(operator):

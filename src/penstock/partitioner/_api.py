@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable
@@ -13,14 +14,18 @@ from penstock.graph import StepGraph, operator_seconds
 from penstock.memory import MachineProfile, probe
 from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
 from penstock.partitioner._fold import find_groups
-from penstock.partitioner._mesh import PARTIAL, link_rate, share
+from penstock.partitioner._mesh import PARTIAL, level_byte_seconds, share
 from penstock.partitioner._partition import Collective, FrontierPoint, Partition
+from penstock.partitioner._rank import find_peak
 from penstock.partitioner._search import FoundSplit, SplitSearch
 from penstock.partitioner._split import Model, StepSplit
 from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
 from penstock.units import format_bytes, parse_bytes
 
+_NUM_TRIALS = 8  # of partitions that might fit
+_NEARLY = 1.001  # times the budget, by an estimate
+_NUM_PLACES = 64  # operators at which most is live, for a bound
 _NUM_NAMED = 5  # tensors in the message of a step that does not fit
 
 
@@ -66,8 +71,7 @@ def partition(
     The search follows Wang, Huang and Li, EuroSys 2019, sections 4 and 5, with replication at a
     price in the place of none.
     """
-    if type(devices) is not int or devices < 2:
-        raise ValueError(f"devices is {devices!r}; accepted is a whole number of at least 2")
+    check_devices(devices)
     if not time_limit > 0:
         raise ValueError(f"time_limit is {time_limit!r}; accepted are seconds above 0")
     if method not in METHODS:
@@ -75,17 +79,69 @@ def partition(
     budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")
     profile = probe() if machine is None else machine
     start = time.monotonic()
-    axes = find_axes(graph)
-    model = Model(graph, axes, find_groups(graph, axes))
-    search = SplitSearch(model, profile, budget, start + time_limit)
+    search = make_search(graph, profile, budget, start + time_limit)
     if method == "auto":
         search.run(devices)
     else:
         search.run_style(devices, method)
-    best = search.best()
-    if best is None:
-        raise _infeasible(search, devices)
-    return _assemble(search, best, devices, seed, time.monotonic() - start)
+    found = _find_fitting(search, devices, seed)
+    notes = {**found.notes, "search_seconds": time.monotonic() - start}
+    return with_bound(search, dataclasses.replace(found, notes=notes))
+
+
+def _find_fitting(search: SplitSearch, devices: int, seed: int) -> Partition:
+    """Return the best partition whose rank's own step fits, with all copies for its collectives.
+
+    The search counts copies roughly. By how much it is wrong for one split, it is about for others.
+    """
+    ranked, budget = search.rank_candidates(), search.budget
+    if budget is None:
+        return assemble(search, ranked[0], seed)
+    ratio, fitting, cheaper, tried = 1.0, None, ranked, set[FoundSplit]()
+    for _ in range(_NUM_TRIALS):
+        limit = _NEARLY * budget / ratio
+        best = next((e for e in cheaper if e.peak_bytes <= limit and e not in tried), None)
+        if best is None:
+            break
+        tried.add(best)
+        found = assemble(search, best, seed)
+        ratio = found.peak_device_bytes / max(1, best.peak_bytes)
+        if found.peak_device_bytes <= budget:
+            fitting, cheaper = found, ranked[: ranked.index(best)]
+    if fitting is not None:
+        return dataclasses.replace(fitting, device_bytes=budget)
+    smallest = sorted(ranked, key=lambda each: each.peak_bytes)
+    for each in [each for each in smallest if each not in tried][:_NUM_TRIALS]:
+        found = assemble(search, each, seed)
+        if found.peak_device_bytes <= budget:
+            return dataclasses.replace(found, device_bytes=budget)
+    raise _infeasible(search, devices)
+
+
+def check_devices(devices: object) -> None:
+    """Refuse what is no number of ranks."""
+    if type(devices) is not int or devices < 2:
+        raise ValueError(f"devices is {devices!r}; accepted is a whole number of at least 2")
+
+
+def make_search(
+    graph: StepGraph, machine: MachineProfile, budget: int | None, deadline: float
+) -> SplitSearch:
+    """Return a search that has not begun."""
+    axes = find_axes(graph)
+    return SplitSearch(Model(graph, axes, find_groups(graph, axes)), machine, budget, deadline)
+
+
+def with_bound(search: SplitSearch, found: Partition) -> Partition:
+    """Return a partition with the lower bound of what any within its budget exchanges."""
+    model, devices = search.model, found.devices
+    bound = max(
+        bound_exchanged_bytes(model, devices, found.device_bytes),
+        bound_by_levels(model, devices, search.deadline),
+    )
+    return dataclasses.replace(
+        found, lower_bound_bytes=math.floor(min(bound, found.exchanged_bytes))
+    )
 
 
 def _infeasible(search: SplitSearch, devices: int) -> InfeasibleError:
@@ -106,10 +162,11 @@ def _infeasible(search: SplitSearch, devices: int) -> InfeasibleError:
     names = ", ".join(f"{graph.storages[i].name} ({format_bytes(int(local[i]))})" for i in largest)
     least_bytes = least_device_bytes(model, devices)
     proved = least_bytes > budget
+    sufficient = assemble(search, least, 0).peak_device_bytes
     remedy = "use more devices, a smaller batch, or a larger budget"
     return InfeasibleError(
         f"no partition over {devices} devices was found that fits device_memory = "
-        f"{format_bytes(budget)}: the fullest rank needs {format_bytes(least.peak_bytes)} at "
+        f"{format_bytes(budget)}: the fullest rank needs {format_bytes(sufficient)}, at "
         f"{graph.operators[place].name!r}"
         + (f"; the largest tensors that do not split: {names}" if names else "")
         + (f"; none fits less than {format_bytes(least_bytes)}" if proved else "")
@@ -117,37 +174,34 @@ def _infeasible(search: SplitSearch, devices: int) -> InfeasibleError:
         minimum_device_bytes=least_bytes,
         operator=graph.operators[place].name,
         proved=proved,
-        sufficient_device_bytes=least.peak_bytes,
+        sufficient_device_bytes=sufficient,
     )
 
 
 def least_device_bytes(model: Model, devices: int) -> int:
-    """Return the bytes that a rank holds at some operator in any partition."""
+    """Return the bytes that a rank holds before some operator in any partition."""
     pieces = [math.gcd(devices, math.prod(extents)) for extents in model.extents]
-    return int(model.live_bytes(model.num_bytes // np.array(pieces, dtype=np.int64)).max(initial=0))
+    least = model.least_bytes // np.array(pieces, dtype=np.int64)
+    # As many are live at the operator, of which those that it makes are not there before.
+    places = np.argsort(-model.live_bytes(least), kind="stable")[:_NUM_PLACES]
+    return max((int(least[model.is_live_before(int(each))].sum()) for each in places), default=0)
 
 
-def _assemble(
-    search: SplitSearch, best: FoundSplit, devices: int, seed: int, elapsed_seconds: float
-) -> Partition:
+def assemble(search: SplitSearch, best: FoundSplit, seed: int) -> Partition:
+    """Return the partition of a found split, without a bound."""
     model, machine, step = search.model, search.machine, best.step
     graph = model.graph
     collectives = tuple(list_collectives(model, step))
     exchanged = round(sum(each.num_bytes for each in collectives))
-    exchange_seconds = sum(
-        each.num_bytes * step.mesh.weights[each.level] for each in collectives
-    ) / link_rate(machine, is_within_node=step.mesh.sizes[-1] <= machine.devices_per_node)
+    byte_seconds = level_byte_seconds(step.mesh, machine)
+    exchange_seconds = sum(each.num_bytes * byte_seconds[each.level] for each in collectives)
     compute_seconds = sum(
         seconds * share(step.splits[group], step.mesh.sizes)
         for seconds, group in zip(
             operator_seconds(graph, machine), model.groups.of_operator, strict=True
         )
     )
-    bound = max(
-        bound_exchanged_bytes(model, devices, search.budget),
-        bound_by_levels(model, devices, search.deadline),
-    )
-    return Partition(
+    found = Partition(
         graph_digest=graph.digest,
         mesh=step.mesh.sizes,
         placements=tuple(
@@ -159,10 +213,10 @@ def _assemble(
             for operator, group in enumerate(model.groups.of_operator)
         ),
         collectives=collectives,
-        device_bytes=search.budget,
+        device_bytes=None,
         peak_device_bytes=best.peak_bytes,
         exchanged_bytes=exchanged,
-        lower_bound_bytes=math.floor(min(bound, exchanged)),
+        lower_bound_bytes=0,
         step_seconds=compute_seconds + exchange_seconds,
         exchange_seconds=exchange_seconds,
         frontier=find_frontier(search.candidates),
@@ -170,11 +224,12 @@ def _assemble(
         machine=machine,
         seed=seed,
         notes={
-            "search_seconds": elapsed_seconds,
             "num_candidates": len(search.candidates),
             "origin": best.origin,
         },
     )
+    peak = find_peak(graph, found)
+    return found if peak is None else dataclasses.replace(found, peak_device_bytes=peak)
 
 
 def _list_unknown(model: Model) -> dict[str, int]:

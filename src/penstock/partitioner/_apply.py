@@ -8,6 +8,7 @@ strategy for many operators.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from penstock.errors import PenstockError, PlanError
+from penstock.errors import GraphFileError, PlanError
 from penstock.graph.bindings import (
     StateEntry,
     bind_batch,
@@ -26,7 +27,8 @@ from penstock.graph.bindings import (
     find_initial_fill,
 )
 from penstock.graph.encoding import dtype_from_name
-from penstock.graph.fsdp.shards import ShardedModel, is_sharded
+from penstock.graph.fsdp.collectives import as_rank_error
+from penstock.graph.fsdp.shards import ShardedModel, is_sharded, local_of
 from penstock.graph.guards import Guards
 from penstock.graph.reference import ReferenceRun
 from penstock.graph.step_graph import StepGraph
@@ -142,29 +144,88 @@ class PartitionedStep:
         """Bytes that this rank receives in a step."""
         return sum(each.num_bytes for each in self.exchanges)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint of the run needs, by names that no partition changes.
+
+        For `torch.distributed.checkpoint`, which loads it on any number of ranks:
+
+            dcp.save({"step": step}, checkpoint_id=path)
+            dcp.load({"step": step}, checkpoint_id=path)  # of another partition, too
+
+        Parameters, buffers and the optimizer's state are DTensors. One of which a rank has several
+        pieces, as of a projection of queries, keys and values in one that is split by heads, torch
+        does not save in pieces: it is gathered, and whole on every rank.
+        """
+        state: dict[str, Any] = {}
+        for entry in self._entries:
+            tensor = entry.get_whole()
+            assert tensor is not None, "distribution has made all state"
+            is_whole = not isinstance(tensor, DTensor) or _is_in_one_piece(tensor)
+            state[entry.name] = tensor.detach() if is_whole else tensor.detach().full_tensor()
+        for index, group in enumerate(self._optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    state[f"optimizer.param_groups.{index}.{key}"] = value
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, perhaps on another number of ranks.
+
+        Raises:
+            GraphFileError: It is of another model or optimizer.
+        """
+        missing = sorted(self.state_dict().keys() ^ state.keys())
+        if missing:
+            raise GraphFileError(
+                f"{missing[0]!r} is only in one of this step and the checkpoint, which is of "
+                "another model or optimizer"
+            )
+        with torch.no_grad():
+            for entry in self._entries:
+                own, given = entry.get(), local_of(state[entry.name])
+                assert own is not None
+                if own.is_set_to(given):  # loaded in place
+                    continue
+                if not is_sharded(state[entry.name]):
+                    given = self._distribution.cut(entry.name, given)
+                own.copy_(given)
+        for index, group in enumerate(self._optimizer.param_groups):
+            for key in group.keys() - {"params"}:
+                group[key] = state[f"optimizer.param_groups.{index}.{key}"]
+
+    def cut_batch(self, batch: Any) -> dict[str, torch.Tensor]:
+        """Return this rank's parts of the tensors of a batch, by their names in the step.
+
+        Raises:
+            ValueError: The batch has another form than the captured one.
+        """
+        whole = bind_batch(self._distribution.graph, batch)
+        return {name: self._distribution.cut(name, each) for name, each in whole.items()}
+
     def __call__(self, batch: Any) -> torch.Tensor:
         """Train on a batch, which is that of all ranks together; return its loss.
 
         Raises:
             ValueError: The batch has another form than the captured one.
             GraphFileError: Model or optimizer are not as they were captured.
-            PenstockError: A collective has failed, as when another rank has ended.
+            RankError: A collective has failed, as when another rank has ended.
         """
         self._guards.check()
-        whole = bind_batch(self._distribution.graph, batch)
-        tensors = {name: self._distribution.cut(name, each) for name, each in whole.items()}
+        tensors = self.cut_batch(batch)
         tensors |= {each.name: each.take(self.graph) for each in self._entries}
         tensors |= bind_group_tensors(self.graph, self._optimizer)
         numbers = bind_numbers(self.graph, self._optimizer)
         try:
             return ReferenceRun(self.graph, tensors, numbers, self.ledger).run()
-        except (distributed.DistError, RuntimeError) as error:
-            if not _is_of_collective(error):
+        except RuntimeError as error:
+            failure = as_rank_error(error)
+            if failure is None:
                 raise
-            raise PenstockError(
-                f"a collective of the step failed on rank {distributed.get_rank()}: {error}; "
-                "another rank may have ended: start all ranks again from the last checkpoint"
-            ) from error
+            raise failure from error
+
+
+def _is_in_one_piece(tensor: DTensor) -> bool:
+    return all(each.is_replicate() or type(each) is Shard for each in tensor.placements)
 
 
 class _Distribution:
@@ -304,8 +365,3 @@ def _share_random_state() -> None:
     torch.set_rng_state(states[0])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states[1])
-
-
-def _is_of_collective(error: BaseException) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in ("gloo", "nccl", "connection", "socket", "process group"))

@@ -1,7 +1,8 @@
 """The checker of partitions: counts what each rank holds and needs, index by index.
 
 It shares the axis table with the search, which has tests of its own, and nothing else: which
-indices of an axis a rank has is written down as a mask, and bytes are counted from these.
+indices of an axis a rank has is written down as a mask, and bytes are counted from these. Memory is
+that of a rank's own step, where it can be written: operator by operator, with all copies.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from penstock.errors import PlanError
 from penstock.graph.step_graph import Kind, StepGraph
 from penstock.partitioner._partition import Collective, Partition
+from penstock.partitioner._rank import find_peak
 from penstock.partitioner.axes import GraphAxes, OperatorAxes, Use, find_axes
 
 _WHOLE, _SUM = -1, -2
@@ -62,7 +64,9 @@ class _Checker:
     def run(self) -> None:
         """Check one rule after the other."""
         extra = [self._check_operator(index) for index in range(len(self.graph.operators))]
-        peak = self._find_peak(extra)
+        counted = self._find_peak(extra)
+        written = find_peak(self.graph, self.partition)
+        peak = counted if written is None else written
         claimed, budget = self.partition.peak_device_bytes, self.partition.device_bytes
         if peak != claimed:
             raise PlanError(f"the fullest rank needs {peak} bytes, not {claimed}", rule="memory")

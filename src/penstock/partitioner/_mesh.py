@@ -78,6 +78,12 @@ def link_rate(machine: MachineProfile, *, is_within_node: bool) -> float:
     return (link or machine.memcpy).bytes_per_second
 
 
+def level_byte_seconds(mesh: Mesh, machine: MachineProfile) -> tuple[float, ...]:
+    """Return for each level of a mesh the seconds that a byte takes."""
+    rate = link_rate(machine, is_within_node=mesh.sizes[-1] <= machine.devices_per_node)
+    return tuple(each / rate for each in mesh.weights)
+
+
 @functools.cache
 def joint_levels(extent: int, sizes: tuple[int, ...]) -> frozenset[int]:
     """Return the levels that each have a digit of an axis, the outermost first."""

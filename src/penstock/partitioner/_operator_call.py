@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from penstock.errors import PlanError
+from penstock.graph.executable import unplaced_bytes
 from penstock.graph.step_graph import Kind, Operator, TensorView, map_views, views_in
 from penstock.partitioner._mesh import PARTIAL, REPLICATED, Mesh, Placement
 from penstock.partitioner._pieces import StoragePiece, find_region, split_into_digits
@@ -214,6 +215,8 @@ class OperatorCall:
         """Write the operator itself."""
         operator, sizes = self.operator, self.mesh.sizes
         pieces = prod(k for axis, k in zip(self.split, sizes, strict=True) if axis >= 0)
+        # Results that are made elsewhere count as workspace once the rank's step is written.
+        workspace = operator.workspace_bytes - unplaced_bytes(self.writer.graph, operator)
         self.builder.emit(
             target,
             args,
@@ -227,7 +230,7 @@ class OperatorCall:
             flops=operator.flops // pieces,
             bytes_read=operator.bytes_read // pieces,
             bytes_written=operator.bytes_written // pieces,
-            workspace_bytes=-(-operator.workspace_bytes // pieces),
+            workspace_bytes=-(-max(0, workspace) // pieces),
             random=operator.random,
             recomputable=operator.recomputable and operator.recompute_target is None,
             seconds=None if operator.seconds is None else operator.seconds / pieces,
@@ -282,7 +285,7 @@ class OperatorCall:
     def _without_waste(self, piece: StoragePiece, storage: int) -> StoragePiece:
         """Return a piece that does not keep a larger storage alive."""
         held = self.builder.storages[self.builder.storage_of_value[piece.value]].num_bytes
-        least = self.writer.local_bytes(storage, piece.placement)
+        least = self.writer.local_bytes(storage, piece.placement, piece.dtype)
         return self.builder.compact(piece, own=held > least)
 
     def _write_back(

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.errors import PlanError
-from penstock.graph.step_graph import Operator, StepGraph, map_views
+from penstock.graph.executable import make_executable
+from penstock.graph.step_graph import Operator, StepGraph, Storage, map_views
 from penstock.partitioner._collective_operators import WRITTEN_OUT
 from penstock.partitioner._operator_call import OperatorCall
 from penstock.partitioner._operators import adapt_arguments
 from penstock.partitioner._partition import Partition
 from penstock.partitioner._rank_builder import RankExchange
 from penstock.partitioner._rank_storages import RankStorages
+from penstock.partitioner._split import find_live_ranges
 
 
 class RankStep(NamedTuple):
@@ -26,10 +30,12 @@ class RankStep(NamedTuple):
     Attributes:
         graph: The step graph.
         exchanges: Its collectives, in order.
+        peak_device_bytes: Bytes that it holds at its fullest operator.
     """
 
     graph: StepGraph
     exchanges: tuple[RankExchange, ...]
+    peak_device_bytes: int
 
 
 def write_rank(
@@ -75,7 +81,36 @@ def write_rank(
         metadata=graph.metadata,
         captured=graph.captured,
     )
-    return RankStep(made, tuple(builder.exchanges))
+    made = make_executable(made)
+    peak = _count_peak(made, builder.storages)  # not rounded up
+    return RankStep(made, tuple(builder.exchanges), peak)
+
+
+def find_peak(graph: StepGraph, partition: Partition) -> int | None:
+    """Return the bytes that the first rank holds at its fullest operator, copies for collectives
+    included; None if its step cannot be written.
+    """
+    num_levels = len(partition.mesh)
+    try:
+        step = write_rank(graph, partition, (0,) * num_levels, ("",) * num_levels)
+    except PlanError as error:
+        if error.rule == "graph":
+            raise
+        return None
+    except ValueError:  # this torch has not all operators of a graph that was loaded
+        return None
+    return step.peak_device_bytes
+
+
+def _count_peak(graph: StepGraph, storages: list[Storage]) -> int:
+    """Return the most bytes of storages and workspace, operator by operator."""
+    first, last = find_live_ranges(graph)
+    change = np.zeros(len(graph.operators) + 1, dtype=np.int64)
+    num_bytes = [each.num_bytes for each in storages]
+    np.add.at(change, first, num_bytes)
+    np.subtract.at(change, last, num_bytes)
+    workspace = np.array([each.workspace_bytes for each in graph.operators], dtype=np.int64)
+    return int((np.cumsum(change)[:-1] + workspace).max(initial=0))
 
 
 def _write(storages: RankStorages, index: int, operator: Operator) -> None:

@@ -55,10 +55,18 @@ class RankBuilder:
         source: The operator of the whole step that operators are written for.
     """
 
-    def __init__(self, mesh: Mesh, coordinates: tuple[int, ...], groups: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        coordinates: tuple[int, ...],
+        groups: tuple[str, ...],
+        byte_seconds: tuple[float, ...],
+    ) -> None:
         self.mesh = mesh
         self.coordinates = coordinates
         self.groups = groups
+        self._byte_seconds = byte_seconds  # of each level
+        self._last_collective: tuple[int, ...] = ()
         self.storages: list[Storage] = []
         self.storage_of_value: list[int] = []
         self.operators: list[Operator] = []
@@ -172,7 +180,10 @@ class RankBuilder:
             received = num_bytes * (k - 1) // k
         self.exchanges.append(RankExchange(self.source[0], kind, level, received))
         made = self.new_view(shape, view.dtype)
-        self.emit(target, args, (made,), recomputable=False)
+        # All ranks run them in one order, whatever their plans are.
+        last, self._last_collective = self._last_collective, (len(self.operators),)
+        seconds = received * self._byte_seconds[level]
+        self.emit(target, args, (made,), recomputable=False, after=last, seconds=seconds)
         return self.wait(made)
 
     # Changes of placement.

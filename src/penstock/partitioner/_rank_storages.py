@@ -9,10 +9,17 @@ from typing import Any
 
 from penstock.errors import PlanError
 from penstock.graph.step_graph import StepGraph, TensorView, views_in
-from penstock.partitioner._mesh import PARTIAL, REPLICATED, Mesh, Placement, make_mesh
+from penstock.partitioner._mesh import (
+    PARTIAL,
+    REPLICATED,
+    Mesh,
+    Placement,
+    level_byte_seconds,
+    make_mesh,
+)
 from penstock.partitioner._partition import Partition
 from penstock.partitioner._pieces import StoragePiece, view_piece
-from penstock.partitioner._rank_builder import RankBuilder, whole_extents
+from penstock.partitioner._rank_builder import RankBuilder, item_bytes, whole_extents
 from penstock.partitioner.axes import find_axes
 
 
@@ -49,7 +56,8 @@ class RankStorages:
             tuple(_axis_of_letter(each, axes.names) for each in letters)
             for letters, axes in zip(partition.splits, self.axes.operators, strict=True)
         ]
-        self.builder = RankBuilder(self.mesh, coordinates, groups)
+        byte_seconds = level_byte_seconds(self.mesh, partition.machine)
+        self.builder = RankBuilder(self.mesh, coordinates, groups, byte_seconds)
         self.pieces: dict[int, StoragePiece] = {}
         self.ends: list[int] = _find_ends(graph)
         self.last_written: list[int] = []
@@ -58,17 +66,18 @@ class RankStorages:
         """Return the extents of a storage's axes; of one without axes its elements."""
         return self.axes.sizes(storage) or (self.ends[storage],)
 
-    def local_bytes(self, storage: int, placement: Placement) -> int:
-        """Return the bytes of a rank's piece."""
-        sizes = self.mesh.sizes
-        pieces = prod(k for axis, k in zip(placement, sizes, strict=True) if axis >= 0)
-        return -(-self.graph.storages[storage].num_bytes // pieces)
+    def local_bytes(self, storage: int, placement: Placement, dtype: str) -> int:
+        """Return the bytes of a rank's piece, not rounded up as those of the whole storage are."""
+        num_bytes = self.graph.storages[storage].num_bytes
+        extents, _ = whole_extents(self.extents(storage), placement, self.mesh)
+        return min(num_bytes, prod(extents) * item_bytes(dtype))
 
     def new_piece(self, storage: int, placement: Placement, dtype: str) -> StoragePiece:
         """Return a piece in a storage of its own."""
         extents, strides = whole_extents(self.extents(storage), placement, self.mesh)
         each = self.graph.storages[storage]
-        value = self.builder.storage(each.name, self.local_bytes(storage, placement), each.kind)
+        num_bytes = self.local_bytes(storage, placement, dtype)
+        value = self.builder.storage(each.name, num_bytes, each.kind)
         return StoragePiece(value, dtype, placement, (0,) * len(extents), extents, strides)
 
     def add_initial(self, storage: int, value: int) -> None:

@@ -109,8 +109,13 @@ class SplitSearch:
 
     def best(self) -> FoundSplit | None:
         """Return the cheapest candidate that fits the budget."""
-        fitting = [each for each in self.candidates if self.fits(each)]
-        return min(fitting, key=lambda each: (each.cost, each.peak_bytes), default=None)
+        return next(iter(self.rank_candidates(self.budget)), None)
+
+    def rank_candidates(self, limit: int | None = None) -> list[FoundSplit]:
+        """Return different candidates within a number of bytes, the cheapest first."""
+        within = [each for each in self.candidates if limit is None or each.peak_bytes <= limit]
+        ranked = sorted(within, key=lambda each: (each.cost, each.peak_bytes))
+        return [*{(each.cost, each.peak_bytes): each for each in reversed(ranked)}.values()][::-1]
 
     def fits(self, candidate: FoundSplit) -> bool:
         """Return whether a split fits the budget."""
@@ -119,17 +124,17 @@ class SplitSearch:
     def _search_mesh(self, mesh: Mesh, ends: float) -> None:
         for style in STYLES:
             self._solve(mesh, 0.0 if style == "batch" else 1.0, style)
-        if self.budget is None:
+        if self.budget is None or self.fits(self._solve(mesh, 0.0)):
+            # Solved level by level, a price may give less exchange than none.
             for price in _PRICES:
                 if time.monotonic() > ends:
                     return
                 self._solve(mesh, price)
+            self._repair(mesh, ends)
             return
         below, above = 0.0, _PRICES[-1]  # prices at which it does not fit, and does
         if not self.fits(self._solve(mesh, above)) or time.monotonic() > ends:
             return
-        if self.fits(self._solve(mesh, 0.0)):
-            above = 0.0
         for _ in range(_NUM_BISECTIONS):
             if time.monotonic() > ends or above <= max(1.01 * below, _PRICES[1]):
                 break
@@ -161,7 +166,7 @@ class SplitSearch:
             style = styles[min(num_levels, len(styles)) - 1] if styles else None
             above = level.step_split(self._solve_level(level, elimination, price, style))
         assert above is not None
-        return self._add(above, "+".join(styles) or "search")
+        return self.add(above, "+".join(styles) or "search")
 
     def _critical(self, step: StepSplit | None) -> int:
         """Return the operator at which a rank needs the most bytes."""
@@ -190,7 +195,8 @@ class SplitSearch:
         found = (elimination.solve(price, each) for each in starts)
         return min(found, key=lambda each: each[0])[1]
 
-    def _add(self, step: StepSplit, origin: str) -> FoundSplit:
+    def add(self, step: StepSplit, origin: str) -> FoundSplit:
+        """Count the costs of a split, and keep it as a candidate."""
         exchanged, cost = self.model.exchanged_bytes(step)
         peak = int(self.model.device_bytes(step).max(initial=0))
         candidate = FoundSplit(cost, exchanged, peak, step, origin)
@@ -222,7 +228,7 @@ class SplitSearch:
                 return
             limit = None
             if level.choices.total(options)[0] < cheapest * (1 - 1e-9):
-                found = self._add(level.step_split(options), "gap")
+                found = self.add(level.step_split(options), "gap")
                 if self.fits(found):
                     cheapest = found.cost
                     limit = cheapest * (1 - 1e-9) + price * self.budget
@@ -280,7 +286,7 @@ class SplitSearch:
         for _, changed in _list_changes(level, options):
             if time.monotonic() > ends:
                 return
-            found = self._add(level.step_split(changed), "repair")
+            found = self.add(level.step_split(changed), "repair")
             if not self.fits(found) or found.cost >= best.cost:
                 self.candidates.pop()
             else:

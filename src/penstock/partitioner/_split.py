@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.graph import TENSOR_ALIGNMENT_BYTES
 from penstock.graph.step_graph import Kind, StepGraph
 from penstock.partitioner._fold import Groups
 from penstock.partitioner._mesh import (
@@ -102,7 +103,7 @@ class Model:
         }
         self.extents = tuple(axes.sizes(storage) for storage in range(len(graph.storages)))
         self.num_bytes = np.array([each.num_bytes for each in graph.storages], dtype=np.int64)
-        self.first, self.last = _live_ranges(graph)
+        self.first, self.last = find_live_ranges(graph)
         self._group_of_storage = np.array(groups.of_storage, dtype=np.int64)
         self._group_of_operator = np.array(groups.of_operator, dtype=np.int64)
         self._forms: dict[tuple[Use, tuple[int, ...]], int] = {}
@@ -192,6 +193,18 @@ class Model:
         np.subtract.at(total, self.last, local_bytes)
         return np.cumsum(total)[:-1]
 
+    @functools.cached_property
+    def least_bytes(self) -> np.ndarray:
+        """Bytes of storages at least, as captures round them up."""
+        unit = TENSOR_ALIGNMENT_BYTES[self.graph.device]
+        return np.maximum(self.num_bytes - (unit - 1), 0)
+
+    def is_live_before(self, operator: int) -> np.ndarray:
+        """Return which storages exist before an operator has made anything, and after it."""
+        begins = [each.initial is not None for each in self.graph.storages]
+        first = np.where(np.array(begins, dtype=bool), -1, self.first)
+        return (first < operator) & (operator < self.last)
+
     def local_bytes(self, step: StepSplit) -> np.ndarray:
         """Return the bytes of a rank's piece of each storage."""
         sizes = step.mesh.sizes
@@ -263,7 +276,7 @@ def _halo(use: Use, split: Split, own: Placement, mesh: Mesh) -> tuple[Move, ...
     return tuple(moves)
 
 
-def _live_ranges(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
+def find_live_ranges(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
     """Return for each storage the first operator at which it is live, and the one after its last.
 
     Parameters, optimizer state, inputs and results are live before or after their uses.

@@ -31,6 +31,7 @@ from penstock.graph.encoding import (
     set_random_state,
 )
 from penstock.graph.executable import COPIES, has_wrong_out_variant, out_variant
+from penstock.graph.fsdp.collectives import TO_PLACES
 
 Call = Callable[[], object]
 
@@ -71,6 +72,8 @@ def make_call(
         return _make_own_call(target, args, results, scalars.numbers, scalar_slot)
     if target == FULL:
         function = results[0].fill_
+    elif target in TO_PLACES:
+        function = functools.partial(TO_PLACES[target], *results.values())
     elif target in COPIES and results:
         function = results[0].copy_
         del args[1:]

@@ -6,9 +6,10 @@ import dataclasses
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed
 
 from penstock.errors import GraphFileError, PlanError
 from penstock.executor.device import device_of
@@ -29,6 +30,9 @@ from penstock.memory import FileStore
 from penstock.planner import Plan, check
 from penstock.units import format_seconds
 
+if TYPE_CHECKING:
+    from penstock.partitioner import Partition, PartitionedStep
+
 _logger = logging.getLogger(__name__)
 
 
@@ -44,6 +48,8 @@ class Binder:
     """The file tier."""
     debug: bool
     """True to overwrite freed bytes, and to compare bytes that come back."""
+    partitioned: PartitionedStep | None = None
+    """This rank's part of a step over several devices, if it is one."""
 
     def bind(
         self, planned: Sequence[PlannedGraph], before: SharedBlocks | None = None
@@ -54,8 +60,9 @@ class Binder:
         layouts: list[CopyLayout] = []
         known = [] if before is None else [*before.layouts]
         device = Device() if before is None else before.device
-        for _, graph in planned:
-            require_collective(graph)
+        if self.partitioned is None:
+            for _, graph in planned:
+                require_collective(graph)
         for plan, graph in planned:
             if before is None:
                 device = device_of(graph)
@@ -69,7 +76,15 @@ class Binder:
                 max(plan.planned_graph(graph).workspace_bytes for plan, graph in planned)
             )
             executions = [
-                Execution(each, self.program, self.optimizer, layout, blocks, self.debug)
+                Execution(
+                    each,
+                    self.program,
+                    self.optimizer,
+                    layout,
+                    blocks,
+                    self.debug,
+                    self.partitioned,
+                )
                 for each, layout in zip(planned, layouts, strict=True)
             ]
         except BaseException:
@@ -79,10 +94,40 @@ class Binder:
             blocks.arena.tensor.fill_(POISON)
         return executions
 
-    def capture(self, batch: Any, *, is_extra: bool = False) -> StepGraph:
+    def distribute(self, partition: Partition, batch: Any) -> Binder:
+        """Capture the step of all ranks' batch, and return the binder of this rank's part; model
+        and optimizer are distributed.
+
+        Raises:
+            ValueError: The process group has another number of ranks than the partition.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from penstock.partitioner import apply
+
+        num_ranks = distributed.get_world_size() if distributed.is_initialized() else 0
+        if num_ranks != partition.devices:
+            raise ValueError(
+                f"partition= is for {partition.devices} ranks and the process group has "
+                f"{num_ranks or 'not been made'}: start that many (torchrun --nproc-per-node), and "
+                "call torch.distributed.init_process_group() before"
+            )
+        graph = self.capture(batch, is_whole=True)
+        made = apply(
+            partition,
+            self.program.model,
+            init_device_mesh(graph.device, partition.mesh),
+            graph=graph,
+            optimizer=self.optimizer,
+            loss=self.program.loss,
+        )
+        return dataclasses.replace(self, partitioned=made)
+
+    def capture(self, batch: Any, *, is_extra: bool = False, is_whole: bool = False) -> StepGraph:
         """Capture the step of a batch; refuse it before the time that planning takes.
 
-        An extra batch may have another number of micro-batches than the first one.
+        An extra batch may have another number of micro-batches than the first one. The batch may be
+        that of all ranks, whose step will be split.
         """
         began = time.perf_counter()
         program = self.program._replace(batch=batch)
@@ -90,7 +135,8 @@ class Binder:
         if is_extra and program.accumulate is not None and isinstance(batch, list | tuple):
             program = program._replace(accumulate=len(batch))
         graph = capture_program(program, self.optimizer)
-        require_collective(graph)
+        if not is_whole:
+            require_collective(graph)
         for name in graph.metadata["initial_state"]:
             find_initial_fill(graph, name)
         elapsed = format_seconds(time.perf_counter() - began)

@@ -9,9 +9,10 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from penstock.compat.autograd import below_autograd, set_grad_enabled
 from penstock.errors import PenstockError, TornStepError, UnlikeEagerError
@@ -30,15 +31,26 @@ from penstock.executor.run.planning import PlannedGraph
 from penstock.executor.run.report import ExecutionReport, Timing, predict
 from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.binding import StateBinding
-from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers
+from penstock.graph.bindings import (
+    add_input_parts,
+    bind_batch,
+    bind_group_tensors,
+    bind_numbers,
+)
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.executable import copies_results
+from penstock.graph.fsdp.collectives import as_rank_error
+from penstock.graph.fsdp.shards import ShardedModel
 from penstock.graph.guards import Guards
 from penstock.memory import Ledger, Link, Tier
 from penstock.planner import Transfer
 
+if TYPE_CHECKING:
+    from penstock.partitioner import PartitionedStep
+
 _INTERRUPT_DISTANCE = 16  # positions between two checks for signals
 _MAX_TIMES = 1000
+_UNDONE = "model and optimizer are as before this step"
 
 
 class Execution:
@@ -51,6 +63,7 @@ class Execution:
         interrupts: Signals, deferred by the caller while a step runs.
 
     Raises:
+        CaptureError: The model is sharded in a way that a graph does not hold.
         PlanError: The plan is wrong, or not for this graph.
         GraphFileError: The graph is not of this model and optimizer.
     """
@@ -63,6 +76,7 @@ class Execution:
         layout: CopyLayout,
         blocks: SharedBlocks,
         debug: bool,
+        partitioned: PartitionedStep | None = None,
     ) -> None:
         self._plan, self._captured = planned
         self._graph = self._plan.planned_graph(self._captured)
@@ -70,7 +84,11 @@ class Execution:
         self._device = blocks.device
         self.ledger = Ledger()
         self.memory = PlanMemory(self._graph, self._plan, layout, blocks)
-        self.state = StateBinding(self.memory, program.model, optimizer, program.loss)
+        # Of a partitioned step, the graph itself has this rank's pieces.
+        module = program.model if partitioned is None else nn.Module()
+        sharded = ShardedModel(module, program.loss if partitioned is None else None)
+        self.state = StateBinding(self.memory, program.model, optimizer, program.loss, sharded)
+        self._partitioned = partitioned
         self._guards = Guards(self._graph, program.roots(), optimizer)
         self._debug = Debug(self.memory) if debug else None
         self._links = _make_links(self.memory, self.ledger, self._debug)
@@ -109,7 +127,7 @@ class Execution:
     def accepts(self, batch: Any) -> bool:
         """Return whether a batch has the captured form."""
         try:
-            bind_batch(self._graph, batch)
+            self._bind_batch(batch)
         except ValueError:
             return False
         return True
@@ -195,7 +213,7 @@ class Execution:
             )
         self.state.reshard()
         self._guards.check()
-        given = bind_batch(self._graph, batch) | bind_group_tensors(self._graph, self._optimizer)
+        given = self._bind_batch(batch) | bind_group_tensors(self._graph, self._optimizer)
         numbers = bind_numbers(self._graph, self._optimizer)
         changed = self.state.copy_changes(self.drain)
         if self._has_turned:
@@ -209,6 +227,11 @@ class Execution:
         )
         if self._debug is not None:
             self._debug.begin_step(self.state.iter_places(changed))
+
+    def _bind_batch(self, batch: Any) -> dict[str, torch.Tensor]:
+        if self._partitioned is None:
+            return bind_batch(self._graph, batch)
+        return add_input_parts(self._graph, self._partitioned.cut_batch(batch))
 
     def _take_step(self) -> torch.Tensor:
         with self._device.enter_step():
@@ -247,7 +270,11 @@ class Execution:
                 if state is not None:
                     self._device.set_random_state(state)
                 self._undo(len(ends) if is_timed else index, error)
-            raise
+            failure = as_rank_error(error)
+            if failure is None:
+                raise
+            failure.add_note(f"penstock: {_UNDONE}")
+            raise failure from error
         if is_timed:
             self._timing.record(begin, ends)
 
@@ -260,7 +287,7 @@ class Execution:
         for link in self._links.values():
             link.reset()
         if not (updated or lost):
-            error.add_note("penstock: model and optimizer are as before this step")
+            error.add_note(f"penstock: {_UNDONE}")
             return
         raise TornStepError(
             f"a step failed in the middle of its update ({type(error).__name__}: {error}): "

@@ -51,7 +51,6 @@ class StateBinding:
         places: For each persistent storage its places at the step boundary, its home first.
 
     Raises:
-        CaptureError: The model is sharded in a way that a graph does not hold.
         GraphFileError: The graph is of another model or optimizer; nothing has been touched.
         ValueError: State is missing and the graph does not say how it begins.
     """
@@ -62,6 +61,7 @@ class StateBinding:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss: object,
+        sharded: ShardedModel,
     ) -> None:
         graph = memory.graph
         self._graph = graph
@@ -77,8 +77,8 @@ class StateBinding:
             if (storage := memory.storage_of(view)) in self.places
             and graph.storages[storage].kind is Kind.INPUT
         }
-        self._sharded = ShardedModel(model, loss)
-        self._entries = find_entries(graph, model, loss, optimizer, self._sharded)
+        self._sharded = sharded
+        self._entries = find_entries(graph, model, loss, optimizer, sharded)
         self._bound: list[_BoundTensor] = []
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._eager_steps: list[None] = []

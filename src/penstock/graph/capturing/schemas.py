@@ -25,6 +25,11 @@ COLLECTIVES = (
     "penstock.max_over_ranks_.default",
     "penstock.all_gather_shards_.default",
     "penstock.reduce_scatter_mean_.default",
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
+    "_c10d_functional.all_to_all_single.default",
+    "_c10d_functional.wait_tensor.default",
 )
 """Operators in which all ranks take part: none may leave them out, or run them twice."""
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from penstock.errors import RankError
+
 
 def _collective(changed: str) -> Callable[[Callable[..., None]], Any]:
     """Make an operator of a function that changes one of its arguments."""
@@ -62,6 +64,50 @@ def reduce_scatter_mean_(shard: torch.Tensor, full: torch.Tensor, group: str) ->
     _reduce_scatter(shard, full, op=distributed.ReduceOp.AVG, group=_members(group))
 
 
+def as_rank_error(error: BaseException) -> RankError | None:
+    """Return the error of a collective in words; None of any other error."""
+    text = str(error).lower()
+    words = ("gloo", "nccl", "connection", "socket", "process group")
+    is_known = isinstance(error, RuntimeError) and any(word in text for word in words)
+    if not (is_known and distributed.is_available() and distributed.is_initialized()):
+        return None
+    rank = distributed.get_rank()
+    return RankError(
+        f"a collective of the step failed on rank {rank}: {error}; another rank may have ended: "
+        "start all ranks again from the last checkpoint",
+        rank=rank,
+    )
+
+
+def _gather(place: torch.Tensor, tensor: torch.Tensor, num_ranks: int, group: str) -> None:
+    _all_gather(place, tensor, group=_members(group))
+
+
+def _scatter(
+    place: torch.Tensor, tensor: torch.Tensor, operation: str, num_ranks: int, group: str
+) -> None:
+    _reduce_scatter(place, tensor, op=_operation(operation), group=_members(group))
+
+
+def _reduce(place: torch.Tensor, tensor: torch.Tensor, operation: str, group: str) -> None:
+    place.copy_(tensor)
+    distributed.all_reduce(place, op=_operation(operation), group=_members(group))
+
+
+def _trade(
+    place: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int], group: str
+) -> None:
+    distributed.all_to_all_single(place, tensor, received, sent, group=_members(group))
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    """Do nothing: collectives that write to a given place have ended when they return."""
+
+
+def _operation(name: str) -> Any:
+    return getattr(distributed.ReduceOp, name.upper())
+
+
 def _members(group: str) -> distributed.ProcessGroup:
     return distributed.distributed_c10d._resolve_process_group(group)  # pyright: ignore
 
@@ -74,3 +120,12 @@ def _newest(*names: str) -> Callable[..., Any]:
 if distributed.is_available():
     _all_gather = _newest("all_gather_single", "all_gather_into_tensor")
     _reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+
+TO_PLACES: dict[str, Callable[..., None]] = {
+    "_c10d_functional.all_gather_into_tensor.default": _gather,
+    "_c10d_functional.reduce_scatter_tensor.default": _scatter,
+    "_c10d_functional.all_reduce.default": _reduce,
+    "_c10d_functional.all_to_all_single.default": _trade,
+    "_c10d_functional.wait_tensor.default": _wait,
+}
+"""torch's functional collectives, with the place of the result before the arguments."""
