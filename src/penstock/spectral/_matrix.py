@@ -104,7 +104,12 @@ def _multiply(csr: CSR, x: Tensor) -> Tensor:
 
 
 def open_matrix(
-    source: Any, budget_bytes: int | None, ledger: Ledger, stack: contextlib.ExitStack
+    source: Any,
+    budget_bytes: int | None,
+    ledger: Ledger,
+    stack: contextlib.ExitStack,
+    *,
+    is_read_once: bool = False,
 ) -> Matrix:
     """Return a matrix of any shape, which `stack` closes.
 
@@ -137,7 +142,9 @@ def open_matrix(
         plain = source.as_subclass(Tensor).detach()
         return RowsMatrix([(0, (plain,))], shape, plain.dtype, plain.device)
     table = DenseSource(unify(source, device="cpu", cache=0))
-    tiles = TileStream(table, budget_bytes=budget_bytes, ledger=ledger, device=cpu)
+    tiles = TileStream(
+        table, budget_bytes=budget_bytes, ledger=ledger, device=cpu, is_read_once=is_read_once
+    )
     stack.callback(tiles.close)
     matrix = RowsMatrix(tiles, shape, source.dtype, cpu)
     matrix.held_bytes = tiles.held_bytes

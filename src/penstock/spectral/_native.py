@@ -1,4 +1,4 @@
-"""Rows of a sparse matrix times vectors on the CPU: `combine.cpp`, or torch without a compiler."""
+"""Sparse products and sums of covariances on the CPU in C++, or by torch without a compiler."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import THREADS, load_optional_library, to_struct
+from penstock.memory.pages import round_up
 
 KINDS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """Dtypes of values, in the order of `kind` in `combine.cpp`."""
+_ROOM_BYTES = 2**19  # of rows in float64, which stay in a cache
+_LEAST_ROOM_ROWS = 64
+_PANEL = 8  # columns: a multiple of the numbers in a register
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +41,79 @@ class Combination:
     is_wide: bool
     kind: int
     num_threads: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Covariance:
+    """`struct Covariance` of `covariance.cpp`."""
+
+    rows: Tensor
+    shift: Tensor
+    total: Tensor
+    squares: Tensor
+    room: Tensor
+    num_rows: int
+    num_columns: int
+    row_stride: int
+    padded: int
+    room_rows: int
+    is_double: bool
+    num_threads: int
+
+
+class CovarianceSum:
+    """Sums of rows and of their products in float64 (complex128), of rows minus a shift.
+
+    Args:
+        shift: Row that is subtracted from all, (n,), float64 (complex128).
+        num_threads: Threads that sum.
+    """
+
+    def __init__(self, shift: Tensor, num_threads: int) -> None:
+        self.shift, self._num_threads, (width,) = shift, num_threads, shift.shape
+        self._library = _library() if shift.device.type == "cpu" else None
+        if shift.dtype.is_complex:
+            self._library = None
+        padded = round_up(width, _PANEL)
+        self._room_rows = _room_rows(padded, shift.dtype.itemsize)
+        self._room = shift.new_empty(self._room_rows, padded)
+        self._total, self._squares = shift.new_zeros(padded), shift.new_zeros(padded, padded)
+
+    def add(self, rows: Tensor) -> None:
+        """Add rows, (m, n), of any floating dtype."""
+        if self._library is None or rows.dtype not in KINDS[:2] or rows.stride(1) != 1:
+            self._add_by_torch(rows)
+            return
+        call = Covariance(
+            *(rows, self.shift, self._total, self._squares, self._room),
+            *(len(rows), rows.shape[1], rows.stride(0), len(self._total), self._room_rows),
+            is_double=rows.dtype == torch.float64,
+            num_threads=self._num_threads,
+        )
+        self._library.penstock_add_covariance(ctypes.byref(to_struct(call)))
+
+    def _add_by_torch(self, rows: Tensor) -> None:
+        width = rows.shape[1]
+        for part in rows.split(self._room_rows):
+            chunk = torch.sub(part, self.shift, out=self._room[: len(part), :width])
+            self._total[:width] += chunk.sum(0)
+            self._squares[:width, :width].addmm_(chunk.mH, chunk)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Return the sum of the rows, (n,), and of x^H x over them, (n, n)."""
+        width = len(self.shift)
+        upper = self._squares[:width, :width].triu()
+        return self._total[:width], upper + upper.triu(1).mH
+
+
+def covariance_bytes(width: int, item: int) -> int:
+    """Return the bytes that a `CovarianceSum` holds, of so many columns and bytes a number."""
+    padded = round_up(width, _PANEL)
+    return (padded + _room_rows(padded, item)) * padded * item
+
+
+def _room_rows(padded: int, item: int) -> int:
+    return max(_LEAST_ROOM_ROWS, _ROOM_BYTES // (item * padded))
 
 
 def combine_rows(
@@ -119,9 +196,12 @@ def add_scaled(
 def _library() -> ctypes.CDLL | None:
     return load_optional_library(
         "spectral",
-        [THREADS, Path(__file__).with_name("combine.cpp")],
+        [THREADS, *(Path(__file__).with_name(f"{name}.cpp") for name in ("combine", "covariance"))],
         flags=("-O3", "-march=native"),
-        functions={"penstock_combine_rows": (None, [ctypes.c_void_p])},
-        work="sparse matrices are multiplied by vectors",
+        functions={
+            "penstock_combine_rows": (None, [ctypes.c_void_p]),
+            "penstock_add_covariance": (None, [ctypes.c_void_p]),
+        },
+        work="sparse matrices are multiplied by vectors, and covariances summed",
         otherwise="by torch, slower",
     )

@@ -21,13 +21,15 @@ from penstock.memory import FileStore, Ledger, Link, Tier
 from penstock.spectral._basis import wide_dtype
 from penstock.spectral._eigs import eigs
 from penstock.spectral._matrix import RowsMatrix, open_matrix
+from penstock.spectral._native import CovarianceSum, covariance_bytes
 from penstock.spectral._report import SpectralReport
 from penstock.spectral._svds import GramOperator
+from penstock.spectral._tiles import TileStream
 from penstock.unified import unify
 from penstock.units import format_bytes, parse_bytes
 
 _MOST_COLUMNS = 4096  # whose covariance is factored densely
-_CHUNK_BYTES = 2**20  # of rows in float64, which stay in a cache
+_FIRST_ROWS = 1024  # whose mean is subtracted from all
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,10 +98,11 @@ def pca(
     with contextlib.ExitStack() as stack:
         num_columns = _count_columns(table)
         wide_bytes = 16 if getattr(table, "dtype", None) == torch.complex128 else 8
-        gram_bytes = 3 * num_columns**2 * wide_bytes + 2 * _CHUNK_BYTES
+        # The sums, and the covariance with its eigenvectors.
+        gram_bytes = covariance_bytes(num_columns, wide_bytes) + 2 * num_columns**2 * wide_bytes
         is_small = num_columns <= _MOST_COLUMNS and (budget is None or 2 * gram_bytes <= budget)
         room = None if budget is None else budget - gram_bytes if is_small else budget // 2
-        rows = open_matrix(table, room, ledger, stack)
+        rows = open_matrix(table, room, ledger, stack, is_read_once=is_small)
         if not isinstance(rows, RowsMatrix):
             raise TypeError(
                 "table: is sparse, and centred it is dense; use svds, which centres not"
@@ -146,28 +149,23 @@ def _sum_covariance(rows: RowsMatrix) -> tuple[Tensor, Tensor]:
     Rows are shifted by the mean of the first ones, so that sums of squares lose no digits to a mean
     that is far from zero.
     """
-    wide, num_columns = wide_dtype(rows.dtype), rows.shape[1]
-    total = torch.zeros(num_columns, dtype=wide, device=rows.device)
-    squares = torch.zeros(num_columns, num_columns, dtype=wide, device=rows.device)
-    shift: Tensor | None = None
-    step = max(1, _CHUNK_BYTES // (wide.itemsize * num_columns))
-    room = torch.empty(step, num_columns, dtype=wide, device=rows.device)
+    # One processor is left to the reader, which a second thread would slow by more than it saves.
+    num_threads = max(1, torch.get_num_threads() - isinstance(rows.tiles, TileStream))
+    found: CovarianceSum | None = None
     for _, (tile,) in rows.tiles:
-        for begin in range(0, len(tile), step):
-            part = tile[begin : begin + step]
-            if shift is None:
-                shift = part.to(wide).mean(0)
-            chunk = torch.sub(part, shift, out=room[: len(part)])
-            total += chunk.sum(0)
-            squares.addmm_(chunk.mH, chunk)
-    assert shift is not None, "there are rows"
+        if found is None:
+            first = tile[:_FIRST_ROWS].to(wide_dtype(rows.dtype)).mean(0)
+            found = CovarianceSum(first, num_threads)
+        found.add(tile)
+    assert found is not None, "there are rows"
+    total, squares = found.sums()
     count = rows.shape[0]
     if not bool(torch.isfinite(squares.diagonal().real).all()):
         raise ValueError("table: holds NaN or infinity, or overflows; look with torch.isfinite")
     # sum (x - m)^H (x - m) = sum x^H x - n m^H m, of shifted rows x with the mean m
     mean = total / count
     squares -= count * torch.outer(mean.conj(), mean)
-    return mean + shift, squares / (count - 1)
+    return mean + found.shift, squares / (count - 1)
 
 
 def _sum_mean(rows: RowsMatrix) -> Tensor:

@@ -198,7 +198,7 @@ def _read_csr(source: CSR, around: Surroundings) -> LinearOperator:
 def _as_list(source: Any, name: str, *, in_memory: bool = False) -> Tensor | FileList:
     if isinstance(source, str | os.PathLike):
         if not in_memory:
-            return FileList(source)
+            return FileList.open(source)
         source = unify(source, device="cpu", cache=0)
     if isinstance(source, UnifiedTensor):
         if source.report().tier == "host":

@@ -10,6 +10,7 @@ recurrence for its rows, which are still in the cache.
 from __future__ import annotations
 
 import abc
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -64,20 +65,31 @@ Factors = tuple[float, Tensor, float, float]
 
 
 class DenseSource(TileSource):
-    """A dense matrix in a table in a file."""
+    """A dense matrix in a table in a file.
+
+    Rows without gaps between them are read as one list, past the table, which would copy each.
+    """
 
     def __init__(self, table: UnifiedTensor) -> None:
         self.shape, self.dtype = (table.shape[0], table.shape[1]), table.dtype
-        self._table = table
+        self._table, layout = table, table.file_layout
+        assert layout is not None, "the table is in a file"
+        self._list = FileList(layout) if has_no_gaps(layout) else None
 
     def tile_bytes(self, begin: int, end: int) -> int:
         """Return the bytes of rows; see `TileSource`."""
-        return (end - begin) * self.shape[1] * self.dtype.itemsize
+        count = (end - begin) * self.shape[1]
+        return self._list.room_bytes(count) if self._list else count * self.dtype.itemsize
 
     def read(self, begin: int, end: int, memory: Tensor) -> tuple[Tensor, ...]:
         """Read rows; see `TileSource`."""
-        num_bytes = self.tile_bytes(begin, end)
-        rows = memory[:num_bytes].view(self.dtype).view(end - begin, self.shape[1])
+        width = self.shape[1]
+        if self._list is not None:
+            if not begin:  # a sweep begins
+                # The table ends writes that were interrupted, and knows if its file has changed.
+                self._table.gather_rows(torch.tensor([0]))
+            return (self._list.read(begin * width, end * width, memory).view(-1, width),)
+        rows = memory[: self.tile_bytes(begin, end)].view(self.dtype).view(end - begin, width)
         self._table.gather_rows(torch.arange(begin, end), out=rows)
         return (rows,)
 
@@ -129,21 +141,32 @@ class SparseSource(TileSource):
 class FileList:
     """A list of numbers in a file, of which ranges are read past the page cache.
 
+    Args:
+        layout: Layout of a table without gaps between its rows.
+
     Attributes:
         count: Numbers in the list.
         dtype: Their dtype.
     """
 
-    def __init__(self, source: str | os.PathLike[str]) -> None:
-        self._layout: RowLayout = open_layout(source)
-        is_plain = self._layout.block_bytes == self._layout.row_bytes
-        if len(self._layout.shape) != 1 or not is_plain:
+    def __init__(self, layout: RowLayout) -> None:
+        self._layout, self._file = layout, WholeFile(layout.path)
+        self.count, self.dtype = math.prod(layout.shape), layout.dtype
+
+    @classmethod
+    def open(cls, source: str | os.PathLike[str]) -> FileList:
+        """Return the list in a file.
+
+        Raises:
+            ValueError: The file holds a table of rows.
+        """
+        layout = open_layout(source)
+        if len(layout.shape) != 1 or not has_no_gaps(layout):
             raise ValueError(
-                f"operator: the list in {self._layout.path} has shape {self._layout.shape}; give "
-                "one of one dimension, in a .npy or .safetensors file"
+                f"operator: the list in {layout.path} has shape {layout.shape}; give one of one "
+                "dimension, in a .npy or .safetensors file"
             )
-        self._file = WholeFile(self._layout.path)
-        self.count, self.dtype = self._layout.num_rows, self._layout.dtype
+        return cls(layout)
 
     def room_bytes(self, count: int) -> int:
         """Return the bytes that `read` needs for a range, with the pages around it."""
@@ -175,6 +198,11 @@ class FileList:
         self._file.close()
 
 
+def has_no_gaps(layout: RowLayout) -> bool:
+    """Return whether rows follow each other in a file."""
+    return layout.block_bytes == layout.rows_per_block * layout.row_bytes
+
+
 class TileStream:
     """Tiles of a matrix in order, again and again; some stay in memory.
 
@@ -183,6 +211,7 @@ class TileStream:
         budget_bytes: The most bytes of tiles that are in memory at once; None: all are kept.
         ledger: Account of bytes.
         device: Device of the tiles.
+        is_read_once: Whether there is one sweep only: none is kept.
 
     Attributes:
         held_bytes: Bytes of the tiles that are kept and of the buffers.
@@ -192,9 +221,16 @@ class TileStream:
     """
 
     def __init__(
-        self, source: TileSource, *, budget_bytes: int | None, ledger: Ledger, device: torch.device
+        self,
+        source: TileSource,
+        *,
+        budget_bytes: int | None,
+        ledger: Ledger,
+        device: torch.device,
+        is_read_once: bool = False,
     ) -> None:
         self._source, self._ledger, self._device = source, ledger, device
+        self._is_read_once = is_read_once
         total = source.tile_bytes(0, source.shape[0])
         room = 2 * total + 1 if budget_bytes is None else budget_bytes
         # As many tiles as make two buffers an eighth of the budget; of a small one they may be
@@ -203,15 +239,15 @@ class TileStream:
         self._bounds = _cut(source, max(1, min(_TILE_BYTES, tile_bytes)))
         sizes = [round_up(source.tile_bytes(*each)) for each in self._bounds]
         self._buffer_bytes = max(sizes, default=0)
-        is_whole = sum(sizes) <= room
+        is_whole = sum(sizes) <= room and not is_read_once
         self.held_bytes = 0 if is_whole else 2 * self._buffer_bytes
         if self.held_bytes > room:
             raise CapacityError(
                 f"max_bytes: {format_bytes(room)} are left for tiles of the operator, but two of "
                 f"one row have {format_bytes(2 * self._buffer_bytes)}; raise max_bytes"
             )
-        self._num_kept = 0
-        while self._num_kept < len(sizes) and self.held_bytes + sizes[self._num_kept] <= room:
+        self._num_kept, most = 0, 0 if is_read_once else len(sizes)
+        while self._num_kept < most and self.held_bytes + sizes[self._num_kept] <= room:
             self.held_bytes += sizes[self._num_kept]
             self._num_kept += 1
         self._kept: dict[int, tuple[Tensor, ...]] = {}
@@ -238,10 +274,7 @@ class TileStream:
 
     def _take(self, at: int) -> tuple[Tensor, ...]:
         """Return a tile, and start to read the next one that is not in memory."""
-        if at < self._num_kept:
-            if at not in self._kept:
-                memory = _map(self._source.tile_bytes(*self._bounds[at]))
-                self._kept[at] = self._to_device(self._read(at, memory))
+        if at in self._kept:
             return self._kept[at]
         if self._pending is None or self._pending[0] != at:
             self._wait_for_pending()
@@ -249,19 +282,27 @@ class TileStream:
         assert self._pending is not None
         began = time.perf_counter_ns()
         pending, self._pending = self._pending[1], None
-        tile = pending.result()
+        tile = self._to_device(pending.result())
         self._ledger.record_stall("tile", began, time.perf_counter_ns())
+        if at < self._num_kept:
+            self._kept[at] = tile
         # The buffer that is read into now is that of the tile before, which is used no more.
-        self._start(at + 1 if at + 1 < len(self._bounds) else self._num_kept)
-        return self._to_device(tile)
+        if at + 1 < len(self._bounds):
+            self._start(at + 1)
+        elif not self._is_read_once and self._num_kept < len(self._bounds):
+            self._start(self._num_kept)
+        return tile
 
     def _to_device(self, tile: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(each.to(self._device) for each in tile)
 
     def _start(self, at: int) -> None:
-        self._turn += 1
-        buffer = self._buffers[self._turn % 2]
-        self._pending = at, self._threads.submit(self._read, at, buffer)
+        if at < self._num_kept:
+            memory = _map(self._source.tile_bytes(*self._bounds[at]))
+        else:
+            self._turn += 1
+            memory = self._buffers[self._turn % 2]
+        self._pending = at, self._threads.submit(self._read, at, memory)
 
     def _read(self, at: int, memory: Tensor) -> tuple[Tensor, ...]:
         began = time.perf_counter_ns()

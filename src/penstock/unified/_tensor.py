@@ -28,6 +28,7 @@ from penstock.unified._devices import resolve_device
 from penstock.unified._table import CPU, UnifiedReport
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import MemoryUse
+from penstock.unified.file.layout import RowLayout
 from penstock.unified.file.table import FileTable, copy_to_file
 from penstock.unified.host.memory import TableMemory
 from penstock.unified.host.table import HostTable
@@ -62,6 +63,11 @@ class UnifiedTensor(TableTensor):
     def output_device(self) -> torch.device:
         """Device of gathered rows if no operand is on a GPU; the table itself stays on the CPU."""
         return self._table.device
+
+    @property
+    def file_layout(self) -> RowLayout | None:
+        """Places of the rows in the table's file; None of a table in memory."""
+        return self._table.layout if isinstance(self._table, FileTable) else None
 
     def gather_rows(self, index: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows of the table, copied side by side.
