@@ -254,6 +254,21 @@ def test_gradients_are_those_of_differences(path: str):
         dleft.sum().backward()
 
 
+def differentiate_twice(total: Tensor, a: Tensor) -> None:
+    (grad,) = torch.autograd.grad(total, a, create_graph=True)
+    grad.coalesce().values().sum().backward()
+
+
+def test_second_derivatives_are_refused_in_every_layout(path: str):
+    """torch drops the graph of a gradient in CSR: what follows would be a constant, in silence."""
+    for matrix in (draw(6, 6, 0.4), draw(6, 6, 0.4).to_sparse_coo()):
+        a = matrix.detach().requires_grad_()
+        for options in ({}, {"pattern": product_pattern(a, a)}):
+            total = spgemm(a, a, **options).to_dense().square().sum()
+            with pytest.raises(RuntimeError, match="no gradient of its own"):
+                differentiate_twice(total, a)
+
+
 def test_bits_do_not_depend_on_threads():
     a, b = (draw(60, 60, density, seed).float() for density, seed in ((0.3, 0), (0.9, 1)))
     before, results = torch.get_num_threads(), []

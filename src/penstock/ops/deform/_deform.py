@@ -102,7 +102,9 @@ def _convolve(
 
 
 def _as_pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if not all(isinstance(each, (int, torch.SymInt)) for each in pair):
+        raise TypeError(f"{name} is {value}, but must be an int or a pair of them")
     if len(pair) != 2 or any(each < least for each in pair):
         raise ValueError(
             f"{name} is {value}, but must be a number or a pair of them, each at least {least}"
