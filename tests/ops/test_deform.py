@@ -315,6 +315,7 @@ def test_autocast_and_flops():
         ({"offset": torch.zeros(1, 54, 5, 5)}, ValueError, "divide the 4 channels"),
         ({"mask": torch.zeros(1, 18, 5, 5)}, ValueError, "mask has the shape"),
         ({"stride": 0}, ValueError, "stride is 0"),
+        ({"stride": 1.5}, TypeError, "stride is 1.5"),
         ({"padding": (1, 2, 3)}, ValueError, "padding is"),
         ({"bound": -1.0}, ValueError, "bound is -1"),
         ({"bound": float("nan")}, ValueError, "bound is nan"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.ops import product_pattern, spgemm
-from penstock.ops.sparse import _native, _rows
+from penstock.ops.sparse import _native, _rows, _torch
 from penstock.ops.sparse._operands import read_operand
 from penstock.ops.sparse._operator import spgemm_gradients, spgemm_pattern, spgemm_values
 
@@ -137,6 +137,50 @@ def test_columns_in_windows_have_the_same_bits(path: str):
         assert torch.equal(whole.col_indices(), cut.col_indices())
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(300, 5, 40), (64, 300, 300), (40, 9, 2**27 + 9)])
+def test_rows_of_few_products_have_the_bits_of_others(shape, index: torch.dtype):
+    """Of at most 16 they are sorted in a register, and those that meet in a column are added up."""
+    rows, inner, columns = shape
+    generator = torch.Generator().manual_seed(3)
+
+    def draw_rows(count: int, most: int, width: int) -> Tensor:
+        lengths = torch.randint(0, most + 1, (count,), generator=generator)
+        row = torch.arange(count).repeat_interleave(lengths)
+        column = torch.randint(max(0, width - 40), width, (len(row),), generator=generator)
+        values = torch.randn(len(row), generator=generator)
+        matrix = torch.sparse_coo_tensor(torch.stack([row, column]), values, (count, width))
+        return matrix.coalesce().to_sparse_csr()
+
+    a, b = draw_rows(rows, 4, inner), draw_rows(inner, 6, columns)
+    a, b = (
+        torch.sparse_csr_tensor(
+            *(each.crow_indices().to(index), each.col_indices().to(index), each.values()),
+            each.shape,
+        ).requires_grad_()
+        for each in (a, b)
+    )
+    pattern = product_pattern(a, b)
+    found, known = spgemm(a, b), spgemm(a, b, pattern=pattern)
+    products = b.crow_indices().diff()[a.col_indices().long()]
+    assert len(pattern.columns) < int(products.sum()) and int(products.max()) > 0
+    assert torch.equal(found.col_indices(), known.col_indices())
+    assert torch.equal(found.values(), known.values())
+    generator = torch.Generator().manual_seed(4)
+    dc = torch.sparse_csr_tensor(
+        *(found.crow_indices(), found.col_indices()),
+        torch.randn(len(pattern.columns), generator=generator),
+        found.shape,
+    )
+    grads = torch.autograd.grad(found, (a, b), dc)
+    values = [each.detach().values().double() for each in (a, b)]
+    exact = _torch.differentiate(
+        dc.values().double(), *pattern._rows, *values, False, pattern.max_bytes
+    )
+    for each, wanted in zip(grads, exact, strict=True):
+        assert error(each.values(), wanted) < TOLERANCES[torch.float32]
+
+
 def test_two_hop_neighbourhoods_of_one_matrix_get_both_gradients(path: str):
     a = draw(40, 40, 0.1).requires_grad_()
     dense = a.detach().to_dense().requires_grad_()
@@ -208,6 +252,21 @@ def test_gradients_are_those_of_differences(path: str):
     (dleft,) = torch.autograd.grad(out.sum(), values[0], create_graph=True)
     with pytest.raises(RuntimeError, match="no gradient of its own"):
         dleft.sum().backward()
+
+
+def differentiate_twice(total: Tensor, a: Tensor) -> None:
+    (grad,) = torch.autograd.grad(total, a, create_graph=True)
+    grad.coalesce().values().sum().backward()
+
+
+def test_second_derivatives_are_refused_in_every_layout(path: str):
+    """torch drops the graph of a gradient in CSR: what follows would be a constant, in silence."""
+    for matrix in (draw(6, 6, 0.4), draw(6, 6, 0.4).to_sparse_coo()):
+        a = matrix.detach().requires_grad_()
+        for options in ({}, {"pattern": product_pattern(a, a)}):
+            total = spgemm(a, a, **options).to_dense().square().sum()
+            with pytest.raises(RuntimeError, match="no gradient of its own"):
+                differentiate_twice(total, a)
 
 
 def test_bits_do_not_depend_on_threads():

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fork_servers import find_python
+from penstock.ops.deform._shapes import DeformGeometry
 from test_deform import CASE, define, error, gradients, operands, run
 from test_spgemm import check, draw
 
@@ -45,10 +46,12 @@ def test_values_under_the_interpreter():
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) == 21
+    assert passed is not None and int(passed[1]) == 24
 
 
-def record_deform(dtype: torch.dtype, channels: int) -> list[Any]:
+def record_deform(
+    dtype: torch.dtype, channels: int, geometry: DeformGeometry = CASE["geometry"]
+) -> list[Any]:
     """Return the launches of a 3 x 3 convolution with a mask, forward and backward."""
     from penstock.ops.deform.triton import backward, forward
 
@@ -59,8 +62,8 @@ def record_deform(dtype: torch.dtype, channels: int) -> list[Any]:
     assert offset is not None and mask is not None
     given: list[Any] = [x, offset.float(), weight, bias, mask.float()]
     found: list[Any] = []
-    out = forward(*given, case["geometry"], run=found.append)
-    backward(out, *given, case["geometry"], run=found.append)
+    out = forward(*given, geometry, run=found.append)
+    backward(out, *given, geometry, run=found.append)
     return found
 
 
@@ -86,15 +89,20 @@ def test_kernels_compile_without_spills_or_atomics(dtype: torch.dtype, target: s
     from _kernel_resources import compile_launch
 
     index = torch.int32 if dtype == torch.float32 else torch.int64
-    launches = [*record_deform(dtype, 64), *record_products(index)]
+    bounded = dataclasses.replace(CASE["geometry"], reach=2)
+    launches = [
+        *(*record_deform(dtype, 64), record_deform(dtype, 64, bounded)[-1]),
+        *record_products(index),
+    ]
     names = [each.kernel.__name__ for each in launches]
-    assert names[:4] == [
+    assert names[:5] == [
         "convolve_tiles",
         "differentiate_weights",
         "differentiate_places",
         "gather_gradients",
+        "gather_halo",
     ]
-    assert names[4:] == ["sample_products"] * 3
+    assert names[5:] == ["sample_products"] * 3
     for launch, name in zip(launches, names, strict=True):
         stages = launch.num_stages if target == "sm_90" else 1
         compiled = compile_launch(dataclasses.replace(launch, num_stages=stages), target)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import torch
 from torch import Tensor
 
@@ -51,7 +54,8 @@ def deform_conv2d(
         dilation: Pixels between two taps.
         mask: `(B, G * kh * kw, Ho, Wo)`: factors of the samples, of a dtype as offsets; None for 1.
         bound: Offsets are clamped to `[-bound, bound]`, as hardware with line buffers needs them
-            (CoDeNet, arXiv:2006.08357, section 3.1); None for no bound.
+            (CoDeNet, arXiv:2006.08357, section 3.1); None for no bound. A small one spares a GPU
+            the sorting of the backward pass.
         square: Whether there is one offset for each pixel and group, `(B, G, Ho, Wo)`, that widens
             the square of taps around its centre: what s adds to the dilation (the same section).
 
@@ -93,11 +97,14 @@ def _convolve(
         if not bound >= 0:
             raise ValueError(f"bound is {bound}, but must be at least 0, or None for no bound")
         offset = offset.clamp(-bound, bound)
+        geometry = dataclasses.replace(geometry, reach=math.ceil(min(bound, _MOST_PIXELS)))
     return deform_forward(input, offset, weight, bias, mask, geometry.numbers)
 
 
 def _as_pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if not all(isinstance(each, (int, torch.SymInt)) for each in pair):
+        raise TypeError(f"{name} is {value}, but must be an int or a pair of them")
     if len(pair) != 2 or any(each < least for each in pair):
         raise ValueError(
             f"{name} is {value}, but must be a number or a pair of them, each at least {least}"

@@ -15,22 +15,30 @@ class DeformGeometry:
         stride: Pixels of the input between two of the output.
         padding: Pixels of 0 around the input.
         dilation: Pixels between two taps.
+        reach: Pixels that no offset is beyond, in either direction; None where there is no bound.
     """
 
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
+    reach: int | None = None
 
     @classmethod
     def of(cls, numbers: list[int]) -> DeformGeometry:
-        """Return the geometry of its six numbers."""
-        sy, sx, py, px, dy, dx = numbers
-        return cls(stride=(sy, sx), padding=(py, px), dilation=(dy, dx))
+        """Return the geometry of its numbers."""
+        sy, sx, py, px, dy, dx, reach = numbers
+        return cls(
+            stride=(sy, sx),
+            padding=(py, px),
+            dilation=(dy, dx),
+            reach=None if reach < 0 else reach,
+        )
 
     @property
     def numbers(self) -> list[int]:
-        """The six numbers, as operators take them."""
-        return [*self.stride, *self.padding, *self.dilation]
+        """The numbers as operators take them, -1 for no reach."""
+        reach = -1 if self.reach is None else self.reach
+        return [*self.stride, *self.padding, *self.dilation, reach]
 
     def out_size(self, x: Tensor, weight: Tensor) -> tuple[int, int]:
         """Return height and width of the output."""

@@ -23,6 +23,7 @@ from penstock.ops.sparse._rows import Rows, check_count
 _WORD_COLUMNS, _WORD_BYTES = 64, 13
 """Columns of a word of a bitmap, and its bytes with its rank and its part of the summaries."""
 _LEAST_WINDOW = 4096
+_FILES = ("columns.cpp", "few.cpp", "spgemm.cpp")
 
 
 @mark_constant
@@ -227,10 +228,10 @@ def _library() -> ctypes.CDLL | None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     return load_optional_library(
         "spgemm",
-        [THREADS, VECTORS, Path(__file__).with_name("spgemm.cpp")],
+        [THREADS, VECTORS, *(Path(__file__).with_name(name) for name in _FILES)],
         # A sum has the same bits in every way that it is taken, of products that are rounded. Rows
         # are short: loops over them that are made vectors take longer to begin than to run.
-        flags=("-fno-tree-vectorize", "-march=native", "-ffp-contract=off"),
+        flags=("-fno-tree-vectorize", "-fopenmp-simd", "-march=native", "-ffp-contract=off"),
         functions={
             "penstock_check_csr": (number, [pointer, pointer, number, number, number, number]),
             "penstock_find_rows": (pointer, [pointer, pointer, pointer]),

@@ -52,7 +52,19 @@ def read_operand(name: str, operand: Tensor, *, is_mask: bool = False) -> tuple[
         offsets, columns = offsets_of(operand.indices()[0], operand.shape[0]), operand.indices()[1]
     else:
         offsets, columns = operand.crow_indices(), operand.col_indices()
-    return sort_rows(name, offsets, columns, *operand.shape), operand.values()
+    values = operand.values()
+    if values.requires_grad and operand.layout == torch.sparse_csr:
+        values.register_hook(_refuse_graph)
+    return sort_rows(name, offsets, columns, *operand.shape), values
+
+
+def _refuse_graph(grad: Tensor) -> None:
+    """Refuse second derivatives: torch makes a matrix in CSR of the gradient, without its graph."""
+    if grad.requires_grad:
+        raise RuntimeError(
+            "the gradient of an operand of penstock.ops.spgemm in torch.sparse_csr has no gradient "
+            "of its own: leave create_graph out; for second derivatives multiply dense matrices"
+        )
 
 
 def sort_rows(name: str, offsets: Tensor, columns: Tensor, num_rows: int, num_columns: int) -> Rows:

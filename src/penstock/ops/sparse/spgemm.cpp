@@ -1,4 +1,4 @@
-// Products of sparse matrices in CSR, row by row; after `codegen/vectors.cpp`.
+// Products of sparse matrices in CSR, row by row; after `few.cpp`.
 //
 // A row of C is the union of the rows of B that a row of A names (Gustavson 1978). Its columns are a
 // bitmap with two levels of summaries above, so they come out sorted, and where a column stands in
@@ -7,177 +7,11 @@
 //     place(j) = before[j / 64] + popcount(bits[j / 64] & ((1 << j % 64) - 1))
 //
 // That is 0.19 bytes a column; beyond a budget, columns are taken in windows. Of a row with few products
-// the rank is counted instead, by comparing all columns with all, which is branch-free. Where the
-// pattern of C is known, places are looked up in a table of all columns, if the budget holds it. A sum
-// has one thread and one order.
-
-#include <sys/mman.h>
-
-#include <algorithm>
-#include <atomic>
-#include <bit>
-#include <cstdlib>
-#include <memory>
-#include <new>
-#include <type_traits>
-#include <vector>
+// the rank is counted instead, by comparing all columns with all, which is branch-free; of at most 16
+// they are sorted in a register. Where the pattern of C is known, places are looked up in a table of
+// all columns, if the budget holds it. A sum has one thread and one order.
 
 namespace {
-
-constexpr int64_t kWordBits = 64;
-constexpr int64_t kFew = 256;  // products of a row whose columns are compared with each other
-
-template <class Index>
-struct Matrix {
-  const Index* offsets;
-  const Index* columns;
-};
-
-// The rows of a product, as in `_native.py`; null where a call has none.
-struct Product {
-  const void* left_offsets;
-  const void* left_columns;
-  const void* left_values;
-  const void* right_offsets;
-  const void* right_columns;
-  const void* right_values;
-  const void* mask_offsets;
-  const void* mask_columns;
-  const void* offsets;
-  const void* columns;
-  void* values;
-  void* left_gradient;
-  void* right_gradient;
-  int64_t num_rows, num_inner, num_columns;
-  int64_t is_wide;    // indices have 64 bits
-  int64_t is_double;  // values are double
-  int64_t is_masked;  // the pattern of C may lack columns of the product
-  int64_t window_columns;
-  int64_t max_bytes;
-  int64_t num_threads;
-};
-
-// The columns of a row of C within a window, of one thread.
-class Row {
- public:
-  explicit Row(int64_t num_columns)
-      : words_((num_columns + kWordBits - 1) / kWordBits),
-        bits_(new uint64_t[words_]()),
-        before_(new uint32_t[words_]),
-        summary_((words_ + kWordBits - 1) / kWordBits),
-        top_((static_cast<int64_t>(summary_.size()) + kWordBits - 1) / kWordBits) {}
-
-  void add(int64_t column) {
-    const int64_t word = column / kWordBits;
-    const uint64_t old = bits_[word];
-    bits_[word] = old | uint64_t{1} << column % kWordBits;
-    if (old == 0) mark(word);
-  }
-
-  // Write the sorted columns, plus `first`, and let each have its rank. Return their end.
-  uint32_t* emit(int64_t first, uint32_t* to) {
-    const uint32_t* begin = to;
-    for (size_t t = 0; t < top_.size(); ++t) {
-      for (uint64_t tops = top_[t]; tops != 0; tops &= tops - 1) {
-        const int64_t s = static_cast<int64_t>(t) * kWordBits + std::countr_zero(tops);
-        for (uint64_t of_words = summary_[s]; of_words != 0; of_words &= of_words - 1) {
-          const int64_t word = s * kWordBits + std::countr_zero(of_words);
-          const int64_t base = first + word * kWordBits;
-          before_[word] = static_cast<uint32_t>(to - begin);
-          for (uint64_t bits = bits_[word]; bits != 0; bits &= bits - 1)
-            *to++ = static_cast<uint32_t>(base + std::countr_zero(bits));
-        }
-        summary_[s] = 0;
-      }
-      top_[t] = 0;
-    }
-    return to;
-  }
-
-  // Let columns be those of a sorted list, each less `first`. Words without any keep old bits.
-  template <class Index>
-  void rank(const Index* columns, int64_t count, int64_t first) {
-    int64_t last = -1;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t column = static_cast<int64_t>(columns[i]) - first, word = column / kWordBits;
-      if (word != last) {
-        bits_[word] = 0;
-        before_[word] = static_cast<uint32_t>(i);
-        last = word;
-      }
-      bits_[word] |= uint64_t{1} << column % kWordBits;
-    }
-  }
-
-  template <class Index>
-  void clear(const Index* columns, int64_t count, int64_t first) {
-    for (int64_t i = 0; i < count; ++i)
-      bits_[(static_cast<int64_t>(columns[i]) - first) / kWordBits] = 0;
-  }
-
-  bool has(int64_t column) const {
-    return bits_[column / kWordBits] >> column % kWordBits & 1;
-  }
-
-  int64_t place(int64_t column) const {
-    const uint64_t below = (uint64_t{1} << column % kWordBits) - 1;
-    const int64_t word = column / kWordBits;
-    return before_[word] + std::popcount(bits_[word] & below);
-  }
-
- private:
-  void mark(int64_t word) {
-    const int64_t s = word / kWordBits;
-    if (summary_[s] == 0) top_[s / kWordBits] |= uint64_t{1} << s % kWordBits;
-    summary_[s] |= uint64_t{1} << word % kWordBits;
-  }
-
-  int64_t words_;
-  std::unique_ptr<uint64_t[]> bits_;
-  std::unique_ptr<uint32_t[]> before_;
-  std::vector<uint64_t> summary_, top_;
-};
-
-// The same of all columns: one more than the place of each that a row of C has. Others keep what the
-// row before left, unless a row is cleared.
-class Table {
- public:
-  Table(int64_t num_columns, bool is_cleared)
-      : next_(static_cast<uint32_t*>(is_cleared ? std::calloc(num_columns, sizeof(uint32_t))
-                                                : std::malloc(num_columns * sizeof(uint32_t)))) {
-    if (next_ == nullptr) throw std::bad_alloc();
-  }
-
-  template <class Index>
-  void rank(const Index* columns, int64_t count, int64_t) {
-    for (int64_t i = 0; i < count; ++i) next_.get()[columns[i]] = static_cast<uint32_t>(i + 1);
-  }
-
-  template <class Index>
-  void clear(const Index* columns, int64_t count, int64_t) {
-    for (int64_t i = 0; i < count; ++i) next_.get()[columns[i]] = 0;
-  }
-
-  bool has(int64_t column) const { return next_.get()[column] != 0; }
-
-  int64_t place(int64_t column) const { return int64_t{next_.get()[column]} - 1; }
-
- private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<uint32_t, Free> next_;
-};
-
-// Return begin and end of the part of a row that lies in a window of columns.
-template <bool IsWhole, class Index>
-inline std::pair<int64_t, int64_t> find_part(const Matrix<Index>& b, int64_t k, int64_t first,
-                                             int64_t end) {
-  const int64_t from = b.offsets[k], to = b.offsets[k + 1];
-  if constexpr (IsWhole) return {from, to};
-  const Index* begin = std::lower_bound(b.columns + from, b.columns + to, first);
-  return {begin - b.columns, std::lower_bound(begin, b.columns + to, end) - b.columns};
-}
 
 // The columns and values that a chunk of rows has in C, in one memory. What is large takes pages only
 // as it is written.
@@ -245,79 +79,6 @@ void for_chunks(const Product& call, Start start) {
 inline Row row_of(const Product& call) {
   return Row(std::min(call.window_columns, call.num_columns));
 }
-
-// The products of a row of C, where they are few.
-template <class Real>
-struct FewProducts {
-  alignas(64) int32_t columns[kFew];
-  alignas(64) int32_t ranks[kFew];
-  alignas(64) int32_t sorted[kFew];  // by rank: columns of C, -1 for none
-  Real values[kFew];
-  Real totals[kFew];  // by rank
-  int64_t count = 0;
-
-  template <class Index>
-  void read(const Matrix<Index>& a, const Matrix<Index>& b, const Real* left, const Real* right,
-            int64_t from, int64_t upto) {
-    int64_t at = 0;  // not the member: each store of a column might change that
-    for (int64_t p = from; p < upto; ++p) {
-      const int64_t k = a.columns[p], first = b.offsets[k], end = b.offsets[k + 1];
-      for (int64_t q = first; q < end; ++q)
-        columns[at + q - first] = static_cast<int32_t>(b.columns[q]);
-      if (left != nullptr)
-        for (int64_t q = first; q < end; ++q) values[at + q - first] = left[p] * right[q];
-      at += end - first;
-    }
-    if (left == nullptr) std::fill_n(values, at, Real{});
-    count = at;
-  }
-
-  // Write the columns of C to `to` and the sums, if there is room, and what may be beyond the end of
-  // either. Return how many there are.
-  int64_t take(uint32_t* to, Real* sums) {
-    rank();
-    int64_t length = 0;
-    for (int64_t i = 0; i < count; ++i) {  // products of one column have one rank, and leave gaps
-      sorted[ranks[i]] = columns[i];
-      totals[ranks[i]] += values[i];
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      to[length] = static_cast<uint32_t>(sorted[i]);
-      if (sums != nullptr) sums[length] = totals[i];
-      length += sorted[i] >= 0;
-    }
-    return length;
-  }
-
- private:
-  typedef int32_t Loose __attribute__((vector_size(kLanes * 4), may_alias));
-
-  // Set of each product the number of columns that are below its own.
-  void rank() {
-    for (int64_t first = 0; first < count;) {
-      const int64_t left = count - first;
-      first += left > 2 * kLanes ? rank_vectors<4>(first)
-               : left > kLanes   ? rank_vectors<2>(first)
-                                 : rank_vectors<1>(first);
-    }
-  }
-
-  // Vectors are read as such: copied as bytes they would be halves, of which none is read whole.
-  template <int Count>
-  int64_t rank_vectors(int64_t first) {
-    Bits own[Count], below[Count] = {};
-    UNROLLED for (int v = 0; v < Count; ++v)
-      own[v] = *reinterpret_cast<const Loose*>(columns + first + v * kLanes);
-    for (int64_t i = 0; i < count; ++i)
-      UNROLLED for (int v = 0; v < Count; ++v) below[v] -= columns[i] < own[v];
-    UNROLLED for (int v = 0; v < Count; ++v) {
-      *reinterpret_cast<Loose*>(ranks + first + v * kLanes) = below[v];
-      *reinterpret_cast<Loose*>(sorted + first + v * kLanes) = Bits{} - 1;
-    }
-    std::memset(totals + first, 0, Count * kLanes * sizeof(Real));
-    return Count * kLanes;
-  }
-};
 
 template <class Index>
 int64_t count_products(const Matrix<Index>& a, const Matrix<Index>& b, int64_t from, int64_t upto) {
@@ -426,9 +187,17 @@ class FindChunk {
       scale_row<Index, Real>(call_, b_, from, a_.columns[from], piece);
     } else if (!has_mask && num_products <= kFew) {
       const auto* left = static_cast<const Real*>(call_.left_values);
-      few_.read(a_, b_, left, static_cast<const Real*>(call_.right_values), from, upto);
+      const auto* right = static_cast<const Real*>(call_.right_values);
+      uint32_t* to = piece.columns + piece.count;
       Real* sums = left == nullptr ? nullptr : static_cast<Real*>(piece.values) + piece.count;
-      piece.count += few_.take(piece.columns + piece.count, sums);
+      if constexpr (kHasLanes<Real>) {
+        if (num_products <= kLanes && call_.num_columns <= kMostLanes) {
+          piece.count += take_lanes(a_, b_, left, right, from, upto, to, sums);
+          return;
+        }
+      }
+      few_.read(a_, b_, left, right, from, upto);
+      piece.count += few_.take(to, sums);
     } else if (call_.window_columns >= call_.num_columns) {
       find_row<true, Index, Real>(call_, a_, b_, mask_, i, row_, piece);
     } else {
@@ -543,7 +312,7 @@ void multiply(const Product& call) {
 template <class Index>
 std::vector<int64_t> divide_inner(const Product& call, const Matrix<Index>& a,
                                   const Matrix<Index>& b) {
-  constexpr int64_t kBuckets = 4096;
+  constexpr int64_t kBuckets = 4096, kSamples = 8192;  // of rows of B, and of entries of A
   const int64_t num_inner = std::max<int64_t>(call.num_inner, 1);
   std::vector<int64_t> ends;
   if (call.num_threads > 1) {
@@ -551,7 +320,9 @@ std::vector<int64_t> divide_inner(const Product& call, const Matrix<Index>& a,
     while (num_inner >> shift > kBuckets) ++shift;
     std::vector<int64_t> products((num_inner >> shift) + 1);
     int64_t total = 0;
-    for (int64_t p = 0; p < a.offsets[call.num_rows]; ++p) {
+    const int64_t num_entries = a.offsets[call.num_rows];
+    const int64_t step = std::max<int64_t>(1, num_entries / kSamples);
+    for (int64_t p = 0; p < num_entries; p += step) {
       const int64_t k = a.columns[p], count = b.offsets[k + 1] - b.offsets[k];
       products[k >> shift] += count;
       total += count;
@@ -610,14 +381,22 @@ void differentiate(const Product& call) {
   with_columns(call, [&](auto start, auto is_whole) {
     for_tasks(num_parts, num_parts, [&](int64_t part) {
       auto row = start();
+      auto rows = [&] {
+        if constexpr (kHasLanes<Real> && !IsMasked)
+          return ShortRows<Index, Real>(call, a, b, c);
+        else
+          return NoRows();
+      }();
       const int64_t k_from = part == 0 ? 0 : ends[part - 1], k_upto = ends[part];
       for (int64_t i = 0; i < call.num_rows; ++i) {
+        if (rows.take(i, k_from, k_upto)) continue;
         int64_t from = a.offsets[i], upto = a.offsets[i + 1];
         while (from < upto && a.columns[from] < k_from) ++from;
         while (from < upto && a.columns[upto - 1] >= k_upto) --upto;
         if (from < upto)
           differentiate_row<Index, Real, IsMasked, is_whole>(call, a, b, c, i, from, upto, row);
       }
+      rows.run();
     });
   });
 }
@@ -633,20 +412,27 @@ auto with_types(const Product& call, Run run) {
 // for columns that are not sorted or unique, -1 for other offsets, -2 for columns outside.
 template <class Index>
 int64_t check(const Matrix<Index>& of, int64_t num_rows, int64_t num_columns, int64_t count) {
-  if (of.offsets[0] != 0 || of.offsets[num_rows] != count) return -1;
-  for (int64_t i = 0; i < num_rows; ++i)
-    if (of.offsets[i] > of.offsets[i + 1]) return -1;
-  // Columns are sorted if they fall between rows alone.
-  bool is_outside = false;
-  int64_t falls = 0, falls_between = 0;
-  for (int64_t p = 0; p < count; ++p)
-    is_outside |= of.columns[p] < 0 || of.columns[p] >= static_cast<Index>(num_columns);
-  for (int64_t p = 1; p < count; ++p) falls += of.columns[p] <= of.columns[p - 1];
-  for (int64_t i = 0; i < num_rows; ++i) {
-    const int64_t p = of.offsets[i];
-    if (p > 0 && p < of.offsets[i + 1]) falls_between += of.columns[p] <= of.columns[p - 1];
+  using Unsigned = std::make_unsigned_t<Index>;
+  const Index *offsets = of.offsets, *columns = of.columns;  // read anew, they would be gathered
+  if (offsets[0] != 0 || offsets[num_rows] != count) return -1;
+  Index falls = 0;
+#pragma omp simd reduction(+ : falls)
+  for (int64_t i = 0; i < num_rows; ++i) falls += offsets[i] > offsets[i + 1];
+  if (falls != 0) return -1;
+  const auto beyond = static_cast<Unsigned>(num_columns);
+  Index outside = count > 0 && static_cast<Unsigned>(columns[0]) >= beyond;
+#pragma omp simd reduction(+ : outside, falls)
+  for (int64_t p = 1; p < count; ++p) {
+    outside += static_cast<Unsigned>(columns[p]) >= beyond;
+    falls += columns[p] <= columns[p - 1];
   }
-  return is_outside ? -2 : falls != falls_between;
+  // Columns are sorted if they fall between rows alone.
+  Index falls_between = 0;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int64_t p = offsets[i];
+    if (p > 0 && p < offsets[i + 1]) falls_between += columns[p] <= columns[p - 1];
+  }
+  return outside != 0 ? -2 : falls != falls_between;
 }
 
 }  // namespace

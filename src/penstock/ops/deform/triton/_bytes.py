@@ -11,8 +11,12 @@ and offset groups; a place takes p = 8 bytes, 12 with a mask, and its corners C 
     differentiate_places   B P T G p + B P T C E + Q C / G E; B P T G p stored
     gather_gradients       8 Q (tiles of channels) + Q C / G E; of each window 8 G H (tiles) and
                            4 C H, which are stored too
+    gather_halo            instead: B N G p (tiles of channels) + Q C / G E, without corners that
+                           have a factor of 0; of each window the rows that are reached of 4 C H,
+                           which are stored too
 
-They are requests, before any cache.
+N are the pairs of a pixel and a place that an offset may take there, of all taps. Bytes are
+requests, before any cache.
 """
 
 from __future__ import annotations
@@ -24,7 +28,13 @@ from torch import Tensor
 
 from penstock.codegen import ByteCount
 from penstock.ops.deform._shapes import DeformGeometry
-from penstock.ops.deform.triton._launch import DeformOperands, DeformSizes, sizes_of, sort_corners
+from penstock.ops.deform.triton._launch import (
+    DeformOperands,
+    DeformSizes,
+    find_reached,
+    sizes_of,
+    sort_corners,
+)
 
 _WORD = 4  # bytes of a float32 and of an int32
 
@@ -68,7 +78,7 @@ class DeformBytes:
             loaded_bytes=self._load_weights() + self._load_places() + self._load_gradients(windows),
             stored_bytes=_WORD * self._sizes.parts * self.weight.numel()
             + self._all_places * self._place_bytes
-            + windows * self._plane_bytes,
+            + self._reached_bytes,
             num_launches=1 + 2 * windows,
         )
 
@@ -87,9 +97,12 @@ class DeformBytes:
     def _load_gradients(self, windows: int) -> int:
         s = self._sizes
         tiles = -(-s.of_offset // s.tile_channels)
+        if s.halo_height > 0:
+            places = len(self.x) * self._halo_pairs * s.offset_groups * self._place_bytes
+            return places * tiles + self._corner_bytes + self._reached_bytes
         lists = 2 * _WORD * s.offset_groups * s.height * s.width * tiles
         entries = 2 * _WORD * self._corners * tiles
-        return entries + self._corner_bytes + windows * (lists + self._plane_bytes)
+        return entries + self._corner_bytes + windows * lists + self._reached_bytes
 
     @functools.cached_property
     def _sizes(self) -> DeformSizes:
@@ -130,5 +143,27 @@ class DeformBytes:
         return self._corners * self._sizes.of_offset * self.x.element_size()
 
     @property
-    def _plane_bytes(self) -> int:
-        return _WORD * self._sizes.channels * self._sizes.height * self._sizes.width
+    def _halo_pairs(self) -> int:
+        """Pairs of a pixel of the input and a place, of a tap, in whose reach it is."""
+        s, total = self._sizes, 1
+        of_geometry = (self.geometry.stride, self.geometry.padding, self.geometry.dilation)
+        for axis in range(2):
+            stride, padding, dilation = (each[axis] for each in of_geometry)
+            total *= sum(
+                abs(out * stride - padding + tap * dilation - at) <= s.reach
+                for out in range((s.out_height, s.out_width)[axis])
+                for tap in range(self.weight.shape[2 + axis])
+                for at in range(self.x.shape[2 + axis])
+            )
+        return total
+
+    @property
+    def _reached_bytes(self) -> int:
+        """Bytes of the input's gradient that windows add to."""
+        s = self._sizes
+        pixels = [s.height * s.width] * self.num_windows
+        if s.halo_height > 0:
+            step = -(-self._pixels // self.num_windows)
+            windows = [(0, at, min(at + step, self._pixels)) for at in range(0, self._pixels, step)]
+            pixels = [stop - start for start, stop in (find_reached(s, each) for each in windows)]
+        return len(self.x) * _WORD * s.channels * sum(pixels)

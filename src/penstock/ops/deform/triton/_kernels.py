@@ -4,6 +4,7 @@
     differentiate_places  dm = sum_c dcolumn x(p), dp = m sum_c dcolumn dx(p) / dp
     differentiate_weights dW = dout columns'
     gather_gradients      dx_q = sum of the columns' gradients whose corner is q, by their list
+    gather_halo           the same where offsets have a bound, from all places that may reach q
 
 Channels are taken in segments that share a weight group and an offset group. Each sum has one
 writer and a fixed order, without atomics. Tuples and sizes are those of `_launch.py`.
@@ -229,6 +230,55 @@ def gather_gradients(dcolumns, offsets, rows, factors, dx, image, s):
         mask = is_there[:, None] & is_channel[None, :]
         given = tl.load(dcolumns + at, mask=mask, other=0.0).to(tl.float32)
         sums += factor[:, None] * given
+    to = dx + (image * s.channels + channel).to(tl.int64)[None, :] * plane + pixel[:, None]
+    mask = is_pixel[:, None] & is_channel[None, :]
+    tl.store(to, tl.load(to, mask=mask, other=0.0) + sums, mask=mask)
+
+
+@triton.jit
+def find_first(position, tap, stride: tl.constexpr, padding: tl.constexpr, dilation: tl.constexpr,
+               reach: tl.constexpr):  # fmt: skip
+    """Return the first output with a tap from which an offset may reach positions of the input."""
+    least = position + padding - tap * dilation - reach
+    return tl.cdiv(tl.maximum(least, 0), stride)
+
+
+@triton.jit(do_not_specialize=["image", "first", "end", "start", "stop"])
+def gather_halo(call, dcolumns, dx, image, first, end, start, stop, s):
+    """Add to the input's pixels [start, stop) the columns' gradients of a window, from all outputs
+    within the reach of offsets.
+    """
+    plane = s.height * s.width
+    pixel = start + tl.program_id(0) * s.tile_pixels + tl.arange(0, s.tile_pixels)
+    group = tl.program_id(2)
+    channel = tl.program_id(1) * s.tile_channels + tl.arange(0, s.tile_channels)
+    is_pixel, is_channel = pixel < stop, channel < s.of_offset
+    channel += group * s.of_offset
+    row, column = pixel // s.width, pixel % s.width
+    sums = tl.zeros([s.tile_pixels, s.tile_channels], tl.float32)
+    for tap in range(s.taps):
+        tap_y = tap // s.kernel_width
+        tap_x = tap - tap_y * s.kernel_width
+        top = find_first(row, tap_y, s.stride_y, s.padding_y, s.dilation_y, s.reach)
+        left = find_first(column, tap_x, s.stride_x, s.padding_x, s.dilation_x, s.reach)
+        for down in range(s.halo_height):
+            out_row = top + down
+            below = out_row * s.stride_y - s.padding_y + tap_y * s.dilation_y - row
+            is_row = is_pixel & (out_row < s.out_height) & (below <= s.reach)
+            for right in range(s.halo_width):
+                out_column = left + right
+                beside = out_column * s.stride_x - s.padding_x + tap_x * s.dilation_x - column
+                at = out_row * s.out_width + out_column
+                is_there = is_row & (out_column < s.out_width) & (beside <= s.reach)
+                is_there &= (at >= first) & (at < end)
+                y, x, factor = find_place(call, image, group, tap, at, is_there, s)
+                up, across = tl.abs(y - row), tl.abs(x - column)
+                is_near = is_there & (up < 1) & (across < 1)  # of no NaN
+                factor = tl.where(is_near, (1 - up) * (1 - across) * factor, 0.0)
+                place = place_column((at - first)[:, None], tap, channel[None, :], s)
+                mask = is_near[:, None] & is_channel[None, :]
+                given = tl.load(dcolumns + place, mask=mask, other=0.0).to(tl.float32)
+                sums += factor[:, None] * given
     to = dx + (image * s.channels + channel).to(tl.int64)[None, :] * plane + pixel[:, None]
     mask = is_pixel[:, None] & is_channel[None, :]
     tl.store(to, tl.load(to, mask=mask, other=0.0) + sums, mask=mask)

@@ -1,8 +1,9 @@
 """Tiles of the kernels, chosen from shapes alone, and their launches.
 
 The backward pass has the gradients of columns for a window of pixels at a time. Those of the input
-are gathered from it: corners of the window's places are sorted by their pixel, so that each pixel
-has a list of the columns that reach it.
+are gathered from it. Where offsets have a bound, each pixel looks through its halo, the outputs
+from which an offset may reach it. Where they have none, or the halo is large, corners of the
+window's places are sorted by their pixel, so that each pixel has a list of columns that reach it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _WINDOW_BYTES = 32 * 2**20  # of the columns' gradients
 _TILE_PIXELS, _TILE_OUTS, _TILE_CHANNELS = 32, 64, 32
 _LEAST_TILE = 16  # of a matrix that tensor cores multiply
 _PARTS = 8
+_MOST_HALO = 512
+"""Places that a pixel looks through for a tap, in all tiles of channels. They are 8 bytes, in a
+cache; sorting moves about 1 KiB of memory for a place. The bound was not measured on a GPU."""
 
 
 class DeformOperands(NamedTuple):
@@ -36,7 +40,9 @@ class DeformSizes(NamedTuple):
     """Constants of the kernels; each is a `tl.constexpr`.
 
     `of_group` and `of_offset` are the channels of a group of weights and of offsets, and `segment`
-    those that share both; there are `segments` of them in a group of weights.
+    those that share both; there are `segments` of them in a group of weights. `halo_height` and
+    `halo_width` are outputs whose offsets, within `reach`, may take a tap to a pixel; 0 where
+    offsets have no bound.
     """
 
     batch: Any
@@ -63,6 +69,9 @@ class DeformSizes(NamedTuple):
     parts: Any
     has_mask: Any
     has_bias: Any
+    reach: Any
+    halo_height: Any
+    halo_width: Any
     tile_pixels: Any
     tile_outs: Any
     tile_channels: Any
@@ -82,6 +91,8 @@ def sizes_of(
     of_offset = x.shape[1] // offset_groups
     segment = math.gcd(of_group, of_offset)
     outs_of_group = len(weight) * of_group // x.shape[1]
+    tile_channels = min(_TILE_CHANNELS, _ceil_power(segment))
+    halo = _measure_halo(geometry, -(-of_offset // tile_channels))
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return DeformSizes(
         *x.shape,
@@ -101,11 +112,24 @@ def sizes_of(
         parts=max(1, min(len(x), _PARTS)),
         has_mask=mask is not None,
         has_bias=bias is not None,
+        reach=geometry.reach or 0,
+        **dict(zip(("halo_height", "halo_width"), halo, strict=True)),
         tile_pixels=_TILE_PIXELS,
         tile_outs=min(_TILE_OUTS, _ceil_power(outs_of_group)),
-        tile_channels=min(_TILE_CHANNELS, _ceil_power(segment)),
+        tile_channels=tile_channels,
         precision="tf32" if is_tf32 else "ieee",
     )
+
+
+def _measure_halo(geometry: DeformGeometry, channel_tiles: int) -> tuple[int, int]:
+    """Return rows and columns of outputs whose tap may be moved to a pixel, of 2 reach + 1.
+
+    There is no halo without a bound, or where sorting moves less.
+    """
+    if geometry.reach is None:
+        return 0, 0
+    height, width = (2 * geometry.reach // stride + 1 for stride in geometry.stride)
+    return (height, width) if height * width * channel_tiles <= _MOST_HALO else (0, 0)
 
 
 def _ceil_power(number: int) -> int:
@@ -161,7 +185,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients as `_torch.backward` does.
 
-    `run` takes the launches: one of weights, and for each window one of places and one of pixels.
+    `run` takes the launches: one of weights, and for each window one of places and at most one of
+    pixels.
     """
     sizes = sizes_of(x, offset, weight, bias, mask, geometry)
     dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -240,16 +265,51 @@ def _run_window(
             ),
         )
     )
+    if sizes.halo_height > 0:
+        _gather_halo(operands, dcolumns, dx, sizes, window, run)
+        return
     offsets, rows, factors = sort_corners(operands, sizes, window)
-    plane = sizes.height * sizes.width
-    channel_tiles = -(-sizes.of_offset // sizes.tile_channels)
     run(
         TritonLaunch(
             kernel=_kernels.gather_gradients,
-            grid=(-(-plane // sizes.tile_pixels), channel_tiles, sizes.offset_groups),
+            grid=_grid_of_pixels(sizes, sizes.height * sizes.width),
             arguments=(dcolumns, offsets, rows, factors, dx, image, constants),
         )
     )
+
+
+def _gather_halo(
+    operands: DeformOperands,
+    dcolumns: Tensor,
+    dx: Tensor,
+    sizes: DeformSizes,
+    window: tuple[int, int, int],
+    run: Run,
+) -> None:
+    start, stop = find_reached(sizes, window)
+    if start < stop:
+        run(
+            TritonLaunch(
+                kernel=_kernels.gather_halo,
+                grid=_grid_of_pixels(sizes, stop - start),
+                arguments=(operands, dcolumns, dx, *window, start, stop, _as_constants(sizes)),
+            )
+        )
+
+
+def _grid_of_pixels(sizes: DeformSizes, pixels: int) -> tuple[int, int, int]:
+    channel_tiles = -(-sizes.of_offset // sizes.tile_channels)
+    return -(-pixels // sizes.tile_pixels), channel_tiles, sizes.offset_groups
+
+
+def find_reached(sizes: DeformSizes, window: tuple[int, int, int]) -> tuple[int, int]:
+    """Return the pixels of the input, whole rows, that offsets of a window may reach."""
+    _, first, end = window
+    last_tap = (sizes.taps // sizes.kernel_width - 1) * sizes.dilation_y
+    top = first // sizes.out_width * sizes.stride_y - sizes.padding_y - sizes.reach
+    bottom = (end - 1) // sizes.out_width * sizes.stride_y - sizes.padding_y + sizes.reach
+    rows = (max(top, 0), min(bottom + last_tap + 1, sizes.height))
+    return rows[0] * sizes.width, max(rows) * sizes.width
 
 
 def sort_corners(
