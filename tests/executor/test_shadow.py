@@ -163,3 +163,61 @@ def test_programs_that_ask_for_gradients_are_called_too():
 def test_other_distances_are_refused(every):
     with pytest.raises(ValueError, match="shadow="):
         trainee(shadow=every)
+
+
+class BoundedRows(nn.Module):
+    """An embedding that shortens its rows as it looks them up."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Embedding(32, 16, max_norm=1.0)
+
+    def forward(self, x):
+        return self.layer(x.argsort(-1)).square().mean()
+
+
+class BoundedWeight(nn.Module):
+    """A layer whose weight is made smaller before it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layer.weight.mul_(0.9)
+        return self.layer(x).square().mean()
+
+
+class Teacher(nn.Module):
+    """A frozen layer that follows the trained one by a moving average."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.average = nn.Linear(32, 32).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.average.parameters(), self.layer.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        return (self.layer(x) - self.average(x)).square().mean()
+
+
+@pytest.mark.parametrize("kind", [BoundedRows, BoundedWeight, Teacher])
+def test_parameters_that_the_forward_pass_changes_are_changed_once(kind):
+    torch.manual_seed(0)
+    model, eager = kind(), kind()
+    eager.load_state_dict(model.state_dict())
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, eager))
+    step = penstock.fit(model, optimizer, X, device_memory="64MiB", **OPTIONS)
+    for _ in range(5):
+        loss = step(X)
+        other.zero_grad()
+        expected = eager(X)
+        expected.backward()
+        other.step()
+        assert torch.equal(loss, expected.detach())
+        for name, tensor in eager.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+    assert step.report().num_shadow_steps == 3

@@ -201,7 +201,7 @@ def _estimate_eager_bytes(graph: StepGraph) -> int:
         peak = max(peak, resident + each.workspace_bytes)
         for storage in held.intersection(dying.get(index, ())):
             resident -= graph.storages[storage].num_bytes
-    copies = sum(each.num_bytes for each in graph.storages if _is_copied(each))
+    copies = sum(graph.storages[each].num_bytes for each in _find_copied(graph))
     return round(_FRAME_FACTOR * peak) + copies
 
 
@@ -217,10 +217,21 @@ def _count_bytes_below(graph: StepGraph, plan: Plan) -> int:
     return sum(each.num_bytes for each in storages if each.kind in (Kind.PARAMETER, Kind.BUFFER))
 
 
-def _is_copied(storage: Any) -> bool:
-    """Return whether a storage is a buffer that steps change, or part of a batch."""
-    changes = storage.kind is Kind.BUFFER and storage.initial != storage.final
-    return changes or storage.kind is Kind.INPUT
+def _find_copied(graph: StepGraph) -> set[int]:
+    """Return the storages of a batch, buffers that steps change, and parameters that forward passes
+    change, such as those of an embedding with `max_norm` or of a moving average.
+    """
+    forward = (each for each in graph.operators if each.phase is Phase.FORWARD)
+    written = {graph.storage_of_value[value] for each in forward for value, _ in each.mutates}
+
+    def is_copied(index: int) -> bool:
+        storage = graph.storages[index]
+        if storage.kind is Kind.PARAMETER:
+            return index in written
+        changes = storage.kind is Kind.BUFFER and storage.initial != storage.final
+        return changes or storage.kind is Kind.INPUT
+
+    return {index for index in range(len(graph.storages)) if is_copied(index)}
 
 
 def _takes_other_branch(graph: StepGraph, batch: Any) -> bool:
@@ -250,12 +261,15 @@ def _restore_state(root: nn.Module, graph: StepGraph, device: Device) -> Iterato
     without a plan: so counters that matter in later steps are found there.
     """
     random_state = device.get_random_state()
+    copied = _find_copied(graph)
     changed = {
-        name for name, view in graph.tensors.items() if _is_copied(graph.storage(view.value))
+        name for name, view in graph.tensors.items() if graph.storage_of_value[view.value] in copied
     }
-    buffers = [*root.named_buffers(remove_duplicate=False)]
-    copies = [(tensor, tensor.detach().clone()) for name, tensor in buffers if name in changed]
-    tensors = [*root.named_parameters(remove_duplicate=False), *buffers]
+    tensors = [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]
+    copies = [(tensor, tensor.detach().clone()) for name, tensor in tensors if name in changed]
     places = [(tensor, tensor.data) for _, tensor in tensors]
     try:
         with preserve_modules(root, only_tensors=True):
