@@ -62,7 +62,7 @@ class Executable:
         positions: For each call its position.
         stages: For each call the stage of its boundary.
         plain: For each call whether it is an operator whose arguments are the same in all steps,
-            and which neither draws random numbers, nor reads results on the CPU, nor waits for ranks.
+            and which neither draws random numbers, reads results on the CPU, nor waits for ranks.
         random: Whether operators draw random numbers.
     """
 
