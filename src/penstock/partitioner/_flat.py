@@ -28,7 +28,7 @@ _TOLERANCE = 1e-6  # of the solver, relative to the budget
 
 
 class FlatSplit(NamedTuple):
-    """What the integer program found.
+    """Result of the integer program.
 
     Attributes:
         step: The best split within the budget; None if there is none, or none was found.
@@ -52,7 +52,7 @@ def solve_flat(model: Model, mesh: Mesh, budget: int, time_limit: float = math.i
     """
     until = time.monotonic() + time_limit
     level = make_level(model, mesh, None, {})
-    program = _Program(level, budget)
+    program = _FlatProgram(level, budget)
     while True:
         left = until - time.monotonic()
         if left <= 0:
@@ -68,7 +68,7 @@ def solve_flat(model: Model, mesh: Mesh, budget: int, time_limit: float = math.i
         program.add_place(place)
 
 
-class _Program:
+class _FlatProgram:
     """The integer program of a level."""
 
     def __init__(self, level: Level, budget: int) -> None:

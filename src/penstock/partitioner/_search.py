@@ -38,6 +38,7 @@ from penstock.solvers import can_solve
 _PRICES = (0.0, *(2.0**power for power in range(-8, 11, 2)))
 _NUM_BISECTIONS = 8
 _NUM_BOUNDS = 16
+_PROGRAM_SHARE = 0.5  # of the time that is left for a mesh
 _MOST_SPLITS = 20_000  # looked at between two prices
 
 
@@ -250,7 +251,8 @@ class SplitSearch:
         is_best = best is not None and best.cost <= self.lower_bound * (1 + 1e-9)
         if is_best or not (self.solves_programs and can_solve()):
             return
-        found = solve_flat(self.model, mesh, self.budget, ends - time.monotonic())
+        left = _PROGRAM_SHARE * (ends - time.monotonic())
+        found = solve_flat(self.model, mesh, self.budget, left)
         if found.step is not None:
             self.add(found.step, "program")
 
