@@ -47,11 +47,12 @@ from penstock.graph import StepGraph, with_workspace
 from penstock.memory import machine
 from penstock.partitioner import Partition, check, partition
 from penstock.partitioner._api import assemble, with_bound
+from penstock.partitioner._flat import solve_flat
 from penstock.partitioner._fold import find_groups
+from penstock.partitioner._mesh import make_mesh
 from penstock.partitioner._search import SplitSearch
 from penstock.partitioner._split import Model as SplitModel
 from penstock.partitioner.axes import find_axes
-from planners.flat_ilp import solve_flat
 
 TOPIC = "partition"
 MACHINE = machine("h100-80gb")
@@ -157,7 +158,8 @@ def _partition(
 def _solve_flat(graph: StepGraph, devices: int, budget: int, time_limit: float) -> Partition:
     axes = find_axes(graph)
     model = SplitModel(graph, axes, find_groups(graph, axes))
-    flat = solve_flat(model, MACHINE, devices, budget, max(time_limit, _FLAT_SECONDS))
+    mesh = make_mesh((devices,), MACHINE)
+    flat = solve_flat(model, mesh, budget, max(time_limit, _FLAT_SECONDS))
     if flat.step is None:
         raise InfeasibleError("no flat split was found in time")
     search = SplitSearch(model, MACHINE, None)

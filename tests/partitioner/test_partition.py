@@ -17,13 +17,14 @@ from penstock.graph import StepGraph
 from penstock.memory import machine
 from penstock.partitioner import Partition, check, partition
 from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
+from penstock.partitioner._flat import solve_flat
 from penstock.partitioner._fold import find_groups
+from penstock.partitioner._mesh import make_mesh
 from penstock.partitioner._search import SplitSearch
 from penstock.partitioner._split import Model
 from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
 from penstock.solvers import can_solve
-from planners.flat_ilp import solve_flat
 
 MACHINE = machine("h100-80gb")
 NUM_RANDOM = 8
@@ -45,9 +46,9 @@ def random_case(seed: int) -> tuple[Model, int, int]:
 def compare(seed: int) -> bool:
     """Whether a random case is solved to the optimum; the rest must hold in every one."""
     model, devices, budget = random_case(seed)
-    optimum = solve_flat(model, MACHINE, devices, budget)
+    optimum = solve_flat(model, make_mesh((devices,), MACHINE), budget)
     assert optimum.is_proved
-    search = SplitSearch(model, MACHINE, budget)
+    search = SplitSearch(model, MACHINE, budget, solves_programs=False)
     search.run(devices)
     best = search.best()
     assert best is None or best.peak_bytes <= budget

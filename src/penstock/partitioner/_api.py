@@ -181,7 +181,7 @@ def _infeasible(search: SplitSearch, devices: int) -> InfeasibleError:
 def least_device_bytes(model: Model, devices: int) -> int:
     """Return the bytes that a rank holds before some operator in any partition."""
     pieces = [math.gcd(devices, math.prod(extents)) for extents in model.extents]
-    least = model.least_bytes // np.array(pieces, dtype=np.int64)
+    least = model.num_bytes // np.array(pieces, dtype=np.int64)
     # As many are live at the operator, of which those that it makes are not there before.
     places = np.argsort(-model.live_bytes(least), kind="stable")[:_NUM_PLACES]
     return max((int(least[model.is_live_before(int(each))].sum()) for each in places), default=0)

@@ -160,8 +160,10 @@ class PartitionedStep:
         for entry in self._entries:
             tensor = entry.get_whole()
             assert tensor is not None, "distribution has made all state"
-            is_whole = not isinstance(tensor, DTensor) or _is_in_one_piece(tensor)
-            state[entry.name] = tensor.detach() if is_whole else tensor.detach().full_tensor()
+            tensor = tensor.detach()
+            if isinstance(tensor, DTensor) and not _is_in_one_piece(tensor):
+                tensor = tensor.full_tensor()
+            state[entry.name] = tensor
         for index, group in enumerate(self._optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":

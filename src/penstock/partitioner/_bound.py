@@ -71,7 +71,7 @@ def bound_exchanged_bytes(model: Model, devices: int, budget: int | None) -> flo
             users[storage] += 1
     rest = 0.0  # bytes at rest of storages without a user: at least their smallest pieces
     for storage in np.flatnonzero(counted & (users == 0)):
-        rest += model.least_bytes[storage] * _least_share(model, int(storage), devices)
+        rest += model.num_bytes[storage] * _least_share(model, int(storage), devices)
     prices = np.array(_PRICES if budget is not None else (0.0,))
     total = prices * (rest - (budget or 0))
     for members in model.groups.operators:
@@ -153,7 +153,7 @@ def _operator_bound(
             by_storage[use.storage] = by_storage.get(use.storage, 0.0) + each
         total = np.zeros(len(prices))
         for storage, each in by_storage.items():
-            held = weights[storage] * model.least_bytes[storage] * ranks.shares
+            held = weights[storage] * model.num_bytes[storage] * ranks.shares
             total += (each[:, None] + prices * held[:, None]).min(axis=0)
         best = np.minimum(best, total)
     return best

@@ -292,8 +292,8 @@ class _Checker:
             starts.setdefault(first, []).append(storage)
             ends.setdefault(last, []).append(storage)
         local = [
-            -(-each.num_bytes // self._num_pieces(index))
-            for index, each in enumerate(self.graph.storages)
+            -(-num_bytes // self._num_pieces(index))
+            for index, num_bytes in enumerate(self.axes.num_bytes)
         ]
         live, peak = 0, 0
         for index in range(len(self.graph.operators)):

@@ -285,7 +285,7 @@ class OperatorCall:
     def _without_waste(self, piece: StoragePiece, storage: int) -> StoragePiece:
         """Return a piece that does not keep a larger storage alive."""
         held = self.builder.storages[self.builder.storage_of_value[piece.value]].num_bytes
-        least = self.writer.local_bytes(storage, piece.placement, piece.dtype)
+        least = self.writer.local_bytes(storage, piece.placement)
         return self.builder.compact(piece, own=held > least)
 
     def _write_back(

@@ -19,7 +19,7 @@ from penstock.partitioner._mesh import (
 )
 from penstock.partitioner._partition import Partition
 from penstock.partitioner._pieces import StoragePiece, view_piece
-from penstock.partitioner._rank_builder import RankBuilder, item_bytes, whole_extents
+from penstock.partitioner._rank_builder import RankBuilder, whole_extents
 from penstock.partitioner.axes import find_axes
 
 
@@ -66,17 +66,17 @@ class RankStorages:
         """Return the extents of a storage's axes; of one without axes its elements."""
         return self.axes.sizes(storage) or (self.ends[storage],)
 
-    def local_bytes(self, storage: int, placement: Placement, dtype: str) -> int:
-        """Return the bytes of a rank's piece, not rounded up as those of the whole storage are."""
-        num_bytes = self.graph.storages[storage].num_bytes
-        extents, _ = whole_extents(self.extents(storage), placement, self.mesh)
-        return min(num_bytes, prod(extents) * item_bytes(dtype))
+    def local_bytes(self, storage: int, placement: Placement) -> int:
+        """Return the bytes of a rank's piece."""
+        sizes = self.mesh.sizes
+        pieces = prod(k for axis, k in zip(placement, sizes, strict=True) if axis >= 0)
+        return -(-self.axes.num_bytes[storage] // pieces)
 
     def new_piece(self, storage: int, placement: Placement, dtype: str) -> StoragePiece:
         """Return a piece in a storage of its own."""
         extents, strides = whole_extents(self.extents(storage), placement, self.mesh)
         each = self.graph.storages[storage]
-        num_bytes = self.local_bytes(storage, placement, dtype)
+        num_bytes = self.local_bytes(storage, placement)
         value = self.builder.storage(each.name, num_bytes, each.kind)
         return StoragePiece(value, dtype, placement, (0,) * len(extents), extents, strides)
 

@@ -5,7 +5,8 @@ from the outermost in; each sees the pieces that those above have left, so that 
 are not chosen apart, which ends in data parallelism at each. At a price of nothing parameters are
 replicated, at a high price everything is split; the price is bisected until the fullest rank fits.
 Points between two prices are then looked for among splits that cost little more (Handler, Zang, "A
-Dual Algorithm for the Constrained Shortest Path Problem", Networks 1980), or by single changes.
+Dual Algorithm for the Constrained Shortest Path Problem", Networks 1980), by an integer program
+where HiGHS is there, or by single changes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from penstock.memory import MachineProfile
 from penstock.partitioner._elimination import Elimination
+from penstock.partitioner._flat import solve_flat
 from penstock.partitioner._level import Level, make_level
 from penstock.partitioner._mesh import Mesh, make_mesh
 from penstock.partitioner._split import Model, StepSplit
@@ -31,10 +33,12 @@ from penstock.partitioner._styles import (
     choose_greedily,
     price_style,
 )
+from penstock.solvers import can_solve
 
 _PRICES = (0.0, *(2.0**power for power in range(-8, 11, 2)))
 _NUM_BISECTIONS = 8
 _NUM_BOUNDS = 16
+_PROGRAM_SHARE = 0.5  # of the time that is left for a mesh
 _MOST_SPLITS = 20_000  # looked at between two prices
 
 
@@ -67,6 +71,7 @@ class SplitSearch:
         deadline: By `time.monotonic`.
         candidates: All that were found.
         lower_bound: Of `FoundSplit.cost`, where all was solved exactly; else 0.
+        solves_programs: Whether splits by one level are also looked for by integer programs.
     """
 
     model: Model
@@ -75,6 +80,7 @@ class SplitSearch:
     deadline: float = math.inf
     candidates: list[FoundSplit] = field(default_factory=list)
     lower_bound: float = 0.0
+    solves_programs: bool = True
     _classes: AxisClasses | None = None
     _solvers: dict[object, tuple[Level, Elimination]] = field(default_factory=dict)
     _critical_of: dict[StepSplit | None, int] = field(default_factory=dict)
@@ -145,6 +151,7 @@ class SplitSearch:
                 below = middle
         if len(mesh.sizes) == 1:
             self._close_gap(mesh, above, ends)
+            self._solve_flat(mesh, ends)
         self._repair(mesh, ends)
 
     def _solver(
@@ -236,6 +243,18 @@ class SplitSearch:
                     self.candidates.pop()
             if time.monotonic() > ends:
                 return
+
+    def _solve_flat(self, mesh: Mesh, ends: float) -> None:
+        """Solve a level as an integer program, if it is not known that nothing is cheaper."""
+        best = self.best()
+        assert self.budget is not None
+        is_best = best is not None and best.cost <= self.lower_bound * (1 + 1e-9)
+        if is_best or not (self.solves_programs and can_solve()):
+            return
+        left = _PROGRAM_SHARE * (ends - time.monotonic())
+        found = solve_flat(self.model, mesh, self.budget, left)
+        if found.step is not None:
+            self.add(found.step, "program")
 
     def _best_bound(
         self, mesh: Mesh, places: tuple[int, ...], price: float

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.graph import TENSOR_ALIGNMENT_BYTES
 from penstock.graph.step_graph import Kind, StepGraph
 from penstock.partitioner._fold import Groups
 from penstock.partitioner._mesh import (
@@ -102,7 +101,7 @@ class Model:
             graph.storage_of_value[old] for each in graph.operators for old, _ in each.mutates
         }
         self.extents = tuple(axes.sizes(storage) for storage in range(len(graph.storages)))
-        self.num_bytes = np.array([each.num_bytes for each in graph.storages], dtype=np.int64)
+        self.num_bytes = np.array(axes.num_bytes, dtype=np.int64)
         self.first, self.last = find_live_ranges(graph)
         self._group_of_storage = np.array(groups.of_storage, dtype=np.int64)
         self._group_of_operator = np.array(groups.of_operator, dtype=np.int64)
@@ -192,12 +191,6 @@ class Model:
         np.add.at(total, self.first, local_bytes)
         np.subtract.at(total, self.last, local_bytes)
         return np.cumsum(total)[:-1]
-
-    @functools.cached_property
-    def least_bytes(self) -> np.ndarray:
-        """Bytes of storages at least, as captures round them up."""
-        unit = TENSOR_ALIGNMENT_BYTES[self.graph.device]
-        return np.maximum(self.num_bytes - (unit - 1), 0)
 
     def is_live_before(self, operator: int) -> np.ndarray:
         """Return which storages exist before an operator has made anything, and after it."""

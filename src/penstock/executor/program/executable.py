@@ -31,6 +31,7 @@ from penstock.executor.program.operators import (
 )
 from penstock.executor.program.scalars import Scalars, has_scalars
 from penstock.graph import Kind, Operator, Phase
+from penstock.graph.capturing.schemas import COLLECTIVES
 from penstock.graph.encoding import CONSTANT, GET_RNG_STATE, SCALAR, SET_RNG_STATE, decode_arguments
 from penstock.memory import Link, Tier
 from penstock.planner import Plan
@@ -61,7 +62,7 @@ class Executable:
         positions: For each call its position.
         stages: For each call the stage of its boundary.
         plain: For each call whether it is an operator whose arguments are the same in all steps,
-            and which neither draws random numbers nor reads results on the CPU.
+            and which neither draws random numbers, reads results on the CPU, nor waits for ranks.
         random: Whether operators draw random numbers.
     """
 
@@ -197,7 +198,7 @@ class _Compiler:
             state = self._random_states.setdefault(index, [])
             calls = make_random_calls(call, state, self._memory.blocks.device)
             call = calls[1] if again else calls[0]
-        is_live |= operator.random or outside is not None
+        is_live |= operator.random or outside is not None or target in COLLECTIVES
         self.executable.add(
             call,
             position,

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from penstock.graph import TENSOR_ALIGNMENT_BYTES
 from penstock.graph.encoding import dtype_from_name
 from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
 from penstock.partitioner.axes._rules import AxisRule, LabelledView, find_rule
@@ -79,10 +80,12 @@ class GraphAxes:
     Attributes:
         cuts: For each storage its cuts; `(1,)` of those that cannot be split.
         operators: For each operator its axes.
+        num_bytes: For each storage its bytes, not rounded up as captures do.
     """
 
     cuts: tuple[tuple[int, ...], ...]
     operators: tuple[OperatorAxes, ...]
+    num_bytes: tuple[int, ...]
 
     def sizes(self, storage: int) -> tuple[int, ...]:
         """Return the extents of a storage's axes, the innermost first."""
@@ -98,7 +101,14 @@ def find_axes(graph: StepGraph) -> GraphAxes:
         _find_operator_axes(operator, rule, cuts)
         for operator, rule in zip(graph.operators, rules, strict=True)
     )
-    return GraphAxes(tuple(map(tuple, cuts.cuts)), operators)
+    return GraphAxes(tuple(map(tuple, cuts.cuts)), operators, tuple(_without_rounding(graph, cuts)))
+
+
+def _without_rounding(graph: StepGraph, cuts: _StorageCuts) -> Iterator[int]:
+    unit = TENSOR_ALIGNMENT_BYTES[graph.device]
+    for each, own, item_bytes in zip(graph.storages, cuts.cuts, cuts.item_bytes, strict=True):
+        exact = own[-1] * item_bytes
+        yield exact if 0 <= each.num_bytes - exact < unit else each.num_bytes
 
 
 class _StorageCuts:

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.memory import MachineProfile
 from penstock.partitioner._level import Level, make_level
-from penstock.partitioner._mesh import make_mesh
+from penstock.partitioner._mesh import Mesh
 from penstock.partitioner._split import FORBIDDEN, Model, StepSplit
 from penstock.solvers import LinearProgram
 
@@ -29,7 +28,7 @@ _TOLERANCE = 1e-6  # of the solver, relative to the budget
 
 
 class FlatSplit(NamedTuple):
-    """What the integer program found.
+    """Result of the integer program.
 
     Attributes:
         step: The best split within the budget; None if there is none, or none was found.
@@ -42,13 +41,18 @@ class FlatSplit(NamedTuple):
     is_proved: bool
 
 
-def solve_flat(
-    model: Model, machine: MachineProfile, devices: int, budget: int, time_limit: float = math.inf
-) -> FlatSplit:
-    """Return the cheapest split by one level of ranks within a budget."""
+def solve_flat(model: Model, mesh: Mesh, budget: int, time_limit: float = math.inf) -> FlatSplit:
+    """Return the cheapest split by a mesh of one level within a budget.
+
+    Args:
+        model: The step.
+        mesh: The level.
+        budget: Bytes of a rank.
+        time_limit: Seconds.
+    """
     until = time.monotonic() + time_limit
-    level = make_level(model, make_mesh((devices,), machine), None, {})
-    program = _Program(level, budget)
+    level = make_level(model, mesh, None, {})
+    program = _FlatProgram(level, budget)
     while True:
         left = until - time.monotonic()
         if left <= 0:
@@ -64,7 +68,7 @@ def solve_flat(
         program.add_place(place)
 
 
-class _Program:
+class _FlatProgram:
     """The integer program of a level."""
 
     def __init__(self, level: Level, budget: int) -> None:
