@@ -33,6 +33,7 @@ _DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not dampe
 _ESTIMATE_STEPS = 20
 _ACCEPTED = 1e3  # times what is asked for, where no polishing helps: the rounding of squares
 _WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
+_ORTHOGONAL = 1e-2  # times tol: residuals do not see components that are less (Simon 1984)
 _FEW_ROWS = 4096  # of a matrix that a dense solver has room and time for
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
 
@@ -150,6 +151,7 @@ class StandardSolution:
             file=problem.file,
             ledger=problem.ledger,
             reduce=problem.reduce,
+            accuracy=_ORTHOGONAL * problem.tol,
         )
         workspace = 2 * plan.block * operator.length * operator.dtype.itemsize
         problem.ledger.add(Tier.DEVICE, workspace)
