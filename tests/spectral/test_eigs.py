@@ -52,8 +52,8 @@ def test_more_eigenvalues_than_the_rank(which: str, is_sparse: bool):
 
 def test_values_around_zero_of_a_small_indefinite_matrix():
     spectrum = torch.linspace(-1, 2, 301, dtype=torch.float64)
-    pairs = eigs(with_spectrum(spectrum), 6, which="SM")
-    torch.testing.assert_close(pairs.values, wanted(spectrum, 6, "SM"), rtol=0, atol=1e-13)
+    pairs = eigs(with_spectrum(spectrum), 7, which="SM")
+    torch.testing.assert_close(pairs.values, wanted(spectrum, 7, "SM"), rtol=0, atol=1e-13)
     assert pairs.report.method == "dense"
     bytes_of_copies = 4 * 301**2 * 8
     assert pairs.report.peak_device_bytes == bytes_of_copies

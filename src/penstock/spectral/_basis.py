@@ -59,6 +59,7 @@ class Basis:
         file: File of the others; None: host memory.
         ledger: Account of what is resident and what moves.
         reduce: Sums a tensor over ranks, in place.
+        accuracy: Components in the basis that new vectors may keep; 0: as few as rounding allows.
 
     Raises:
         StoreFullError: The file has no room for all vectors.
@@ -75,7 +76,10 @@ class Basis:
         file: ExtentFile | None,
         ledger: Ledger,
         reduce: Callable[[Tensor], Tensor],
+        accuracy: float = 0.0,
     ) -> None:
+        # A sweep leaves rounding of what the vector was before it.
+        self._enough = min(_ENOUGH, torch.finfo(dtype).eps / max(accuracy, 1e-300))
         self.count, self.capacity, self.length = 0, capacity, length
         self.dtype, self.device, self.reduce = dtype, device, reduce
         self.num_resident = min(num_resident, capacity)
@@ -125,7 +129,7 @@ class Basis:
         for _ in range(3):
             self._sweep(w, coefficients)
             after = self._norms(w)
-            if bool((after > _ENOUGH * before).all()) or bool((after == 0).any()):
+            if bool((after > self._enough * before).all()) or bool((after == 0).any()):
                 break
             before = after
         return coefficients

@@ -20,7 +20,6 @@ from penstock.spectral._operator import LinearOperator, make_random
 _MOST_GAIN = 1e3  # of the largest eigenvalue: rounding errors of the others grow with it
 _MOST_DEGREE = 400
 _SAME = 1e-6  # of the spectrum's width: copies that Lanczos without orthogonality makes
-_DIGITS = 36.0  # natural logarithm of what a component has to grow by, from random to rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +148,13 @@ def _norm(v: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
 
 
 def choose_filter(
-    estimate: SpectrumEstimate, k: int, sign: float, *, product_cost: float, sweep_cost: float
+    estimate: SpectrumEstimate,
+    k: int,
+    sign: float,
+    *,
+    product_cost: float,
+    sweep_cost: float,
+    growth: float,
 ) -> ChebyshevFilter:
     """Choose the degree at which the bytes of products and of orthogonalisation are the fewest.
 
@@ -159,6 +164,7 @@ def choose_filter(
         sign: 1 for the largest, -1 for the smallest.
         product_cost: Bytes of one product.
         sweep_cost: Bytes of orthogonalising one vector.
+        growth: Natural logarithm of what a wanted component has to grow by beside the others.
     """
     ritz = sorted((sign * each for each in estimate.ritz), reverse=True)
     low = min(sign * estimate.low, sign * estimate.high)
@@ -169,7 +175,7 @@ def choose_filter(
     center, half_width = (cut + low) / 2, (cut - low) / 2
     a, most = (math.acosh(max(1 + 1e-14, (ritz[at] - center) / half_width)) for at in (k - 1, 0))
     # Steps: L / (d a) to converge and k to tell the vectors apart, each of d P + S bytes, are the
-    # fewest bytes at d = sqrt(L S / (a k P)); twice as much takes hardly longer, in fewer steps.
-    degree = 2 * math.sqrt(_DIGITS * sweep_cost / (max(a, 1e-9) * k * product_cost))
+    # fewest bytes at d = sqrt(L S / (a k P)).
+    degree = math.sqrt(growth * sweep_cost / (max(a, 1e-9) * k * product_cost))
     degree = min(degree, math.acosh(_MOST_GAIN) / most, _MOST_DEGREE)
     return ChebyshevFilter(sign, center, half_width, max(1, round(degree)))

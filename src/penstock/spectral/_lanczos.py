@@ -24,6 +24,7 @@ from penstock.spectral._filter import ChebyshevFilter, check_finite
 from penstock.spectral._operator import LinearOperator, make_random
 
 _NEW = 1e-9  # relative: a value that has grown by more belongs to another eigenvector
+_UNITS = 32.0  # of rounding, of the largest value: by less two values do not differ
 _REFINE = 4  # restarts after which the filter is looked at again
 _ODDS = 100.0  # a random vector has at least 1 / (100 sqrt(n)) of an eigenvector
 
@@ -125,7 +126,8 @@ class ThickRestartLanczos:
 
     def _is_larger(self, pairs: RitzPairs, verified: Tensor) -> bool:
         found = pairs.values[: self.k]
-        return bool((found - verified > _NEW * verified.abs().clamp(min=1)).any())
+        rounding = _UNITS * torch.finfo(self.operator.dtype).eps * float(pairs.values.abs().max())
+        return bool((found - verified > _NEW * verified.abs().clamp(min=1) + rounding).any())
 
     def _steps_to_show(self, verified: Tensor) -> int:
         """Return the steps after which a value above the k-th is seen, if there is one."""

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from penstock.spectral import _native
 
+_WINDOW_ROWS, _NUM_WINDOWS, _LINE_BYTES = 4096, 16, 64
+
 
 class LinearOperator(abc.ABC):
     """A square map of vectors of n elements.
@@ -23,6 +25,7 @@ class LinearOperator(abc.ABC):
         dtype: Dtype of the vectors.
         device: Device of the vectors.
         sweep_bytes: Bytes of the operator that one application reads; 0 where that is unknown.
+        gather_bytes: Bytes of a vector that one application reads out of order, line by line.
         block: Vectors that it is best applied to at once.
         num_products: Products with one vector so far.
         most_length: The most elements of a vector that a rank has; all ranks plan by it.
@@ -39,7 +42,7 @@ class LinearOperator(abc.ABC):
     ) -> None:
         self.length, self.dtype, self.device = length, dtype, device
         self.sweep_bytes, self.block = sweep_bytes, block
-        self.num_products = 0
+        self.num_products = self.gather_bytes = 0
         self.most_length = length
 
     @property
@@ -181,7 +184,7 @@ class SparseOperator(LinearOperator):
             block=4,
         )
         self._offsets, self._columns, self._values = parts
-        self._device_matrix: Tensor | None = None
+        self.gather_bytes = _estimate_gather(offsets, columns, values.element_size())
 
     def _combine(
         self, x: Tensor, out: Tensor, alpha: float, z: Tensor, gamma: float, beta: float
@@ -203,6 +206,17 @@ class SparseOperator(LinearOperator):
         return found.index_add_(0, rows[on_diagonal], self._values[on_diagonal])
 
 
+def _estimate_gather(offsets: Tensor, columns: Tensor, item: int) -> int:
+    """Return the bytes of the cache lines of a vector that rows read, as some windows tell."""
+    num_rows, lines, rows = len(offsets) - 1, 0, 0
+    for begin in range(0, num_rows, max(_WINDOW_ROWS, num_rows // _NUM_WINDOWS)):
+        end = min(begin + _WINDOW_ROWS, num_rows)
+        part = columns[int(offsets[begin]) : int(offsets[end])]
+        lines += len(torch.unique(part * item // _LINE_BYTES))
+        rows += end - begin
+    return _LINE_BYTES * lines * num_rows // max(1, rows)
+
+
 class SquaredOperator(LinearOperator):
     """A², for the eigenvalues of the largest or the smallest magnitude."""
 
@@ -216,6 +230,7 @@ class SquaredOperator(LinearOperator):
         )
         self._operator = operator
         self.most_length = operator.most_length
+        self.gather_bytes = 2 * operator.gather_bytes
         self._between: Tensor | None = None
 
     @property

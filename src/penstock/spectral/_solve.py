@@ -33,6 +33,7 @@ _DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not dampe
 _ESTIMATE_STEPS = 20
 _ACCEPTED = 1e3  # times what is asked for, where no polishing helps: the rounding of squares
 _WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
+_ORTHOGONAL = 1e-2  # times tol: residuals do not see components that are less (Simon 1984)
 _FEW_ROWS = 4096  # of a matrix that a dense solver has room and time for
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
 
@@ -150,6 +151,7 @@ class StandardSolution:
             file=problem.file,
             ledger=problem.ledger,
             reduce=problem.reduce,
+            accuracy=_ORTHOGONAL * problem.tol,
         )
         workspace = 2 * plan.block * operator.length * operator.dtype.itemsize
         problem.ledger.add(Tier.DEVICE, workspace)
@@ -181,37 +183,59 @@ class StandardSolution:
         """
         problem, operator = self.problem, self.problem.operator
         squared = problem.which == "SM"
-        item = operator.dtype.itemsize
         plan = plan_basis(problem, squared=squared)
-        vector_bytes = operator.most_length * item
-        sweep = 2.0 * vector_bytes * (plan.num_vectors + problem.k) / 2 / plan.block
-        spilled = plan.num_vectors - plan.num_resident
-        sweep += _FILE_COST * spilled * vector_bytes / plan.block
-        product = operator.sweep_bytes / plan.block + 4.0 * vector_bytes
-        is_cheap = operator.sweep_bytes > 0 and product < 4 * sweep
+        alone = dataclasses.replace(plan, block=1)
+        if plan.num_resident == plan.num_vectors and self._is_cheap(alone):
+            # A block takes nearly as many steps as a vector does, each of as many products as it
+            # has vectors: only where the basis is read from a file is it worth that.
+            plan = alone
+        product, sweep = self._count_bytes(plan)
+        is_cheap = self._is_cheap(plan)
         needs_estimate = is_cheap or squared
         if needs_estimate:
-            steps = min(operator.global_length - 1, max(60, 4 * plan.num_vectors))
+            steps = min(operator.global_length - 1, max(60, 2 * plan.num_vectors))
             self._estimate = estimate_spectrum(operator, steps, problem.generator, problem.reduce)
             self._scale = self._estimate.norm
         sign, squares = self._direction()
         if squares:
             self._iterated = SquaredOperator(operator)
             self._estimate = estimate_spectrum(
-                self._iterated, max(60, 4 * plan.num_vectors), problem.generator, problem.reduce
+                self._iterated, max(60, 2 * plan.num_vectors), problem.generator, problem.reduce
             )
             product *= 2
         elif squared:
-            plan = plan_basis(problem, squared=False)
+            plan = dataclasses.replace(plan_basis(problem, squared=False), block=plan.block)
         self._plan = plan
         self._filter = ChebyshevFilter(sign)
         if self._estimate is not None and (is_cheap or squares):
             self._costs = product, sweep
             self._filter = self._make_filter(self._estimate, sign)
 
+    def _count_bytes(self, plan: BasisPlan) -> tuple[float, float]:
+        """Return the bytes of a product and of orthogonalising, for each vector of a block."""
+        operator = self.problem.operator
+        vector_bytes = operator.most_length * operator.dtype.itemsize
+        spilled = plan.num_vectors - plan.num_resident
+        sweep = 2.0 * vector_bytes * (plan.num_vectors + self.problem.k) / 2
+        if spilled:
+            # Twice the degree that is the best takes hardly longer, in half of the steps.
+            sweep = 4 * (sweep + _FILE_COST * spilled * vector_bytes)
+        product = operator.sweep_bytes / plan.block + 4.0 * vector_bytes + operator.gather_bytes
+        return product, sweep / plan.block
+
+    def _is_cheap(self, plan: BasisPlan) -> bool:
+        product, sweep = self._count_bytes(plan)
+        return self.problem.operator.sweep_bytes > 0 and product < 4 * sweep
+
     def _make_filter(self, estimate: SpectrumEstimate, sign: float) -> ChebyshevFilter:
         product, sweep = self._costs
-        return choose_filter(estimate, self.problem.k, sign, product_cost=product, sweep_cost=sweep)
+        problem = self.problem
+        unit = torch.finfo(problem.operator.dtype).eps
+        # What a component grows by, from a random one to one beside which the others are small.
+        growth = math.log(math.sqrt(problem.operator.global_length) / max(problem.tol, unit))
+        return choose_filter(
+            *(estimate, problem.k, sign), product_cost=product, sweep_cost=sweep, growth=growth
+        )
 
     def _refine(self, pairs: RitzPairs) -> ChebyshevFilter | None:
         """Return a filter that damps more, where the estimate of the spectrum was too coarse."""
