@@ -223,10 +223,7 @@ def assemble(search: SplitSearch, best: FoundSplit, seed: int) -> Partition:
         unknown=_list_unknown(model),
         machine=machine,
         seed=seed,
-        notes={
-            "num_candidates": len(search.candidates),
-            "origin": best.origin,
-        },
+        notes={"num_candidates": len(search.candidates), "origin": best.origin},
     )
     peak = find_peak(graph, found)
     return found if peak is None else dataclasses.replace(found, peak_device_bytes=peak)

@@ -60,10 +60,9 @@ class Binder:
         layouts: list[CopyLayout] = []
         known = [] if before is None else [*before.layouts]
         device = Device() if before is None else before.device
-        if self.partitioned is None:
-            for _, graph in planned:
-                require_collective(graph)
         for plan, graph in planned:
+            if self.partitioned is None:
+                require_collective(graph)
             if before is None:
                 device = device_of(graph)
             _check_executable(graph)
@@ -72,9 +71,8 @@ class Binder:
             layouts.append(lay_out_copies(plan.planned_graph(graph), plan, [*known, *layouts]))
         blocks = SharedBlocks(layouts, self.store, device, before)
         try:
-            device.reserve_workspace(
-                max(plan.planned_graph(graph).workspace_bytes for plan, graph in planned)
-            )
+            workspaces = [plan.planned_graph(graph).workspace_bytes for plan, graph in planned]
+            device.reserve_workspace(max(workspaces))
             executions = [
                 Execution(
                     each,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,20 @@ def read_operand(name: str, operand: Tensor, *, is_mask: bool = False) -> tuple[
         TypeError: It is no sparse tensor in CSR or COO, or its values are not floating.
         ValueError: It is no matrix of numbers, or its indices are malformed.
     """
+    _require_matrix(name, operand, is_mask)
+    if operand.layout == torch.sparse_coo:
+        # Coalescing sums what is stored twice, with a gradient for each.
+        operand = operand.coalesce()
+        offsets, columns = offsets_of(operand.indices()[0], operand.shape[0]), operand.indices()[1]
+    else:
+        offsets, columns = operand.crow_indices(), operand.col_indices()
+    values = operand.values()
+    if values.requires_grad and operand.layout == torch.sparse_csr:
+        values.register_hook(_refuse_graph)
+    return sort_rows(name, offsets, columns, *operand.shape), values
+
+
+def _require_matrix(name: str, operand: Any, is_mask: bool) -> None:
     if not isinstance(operand, Tensor) or operand.layout not in (
         torch.sparse_csr,
         torch.sparse_coo,
@@ -46,16 +62,6 @@ def read_operand(name: str, operand: Tensor, *, is_mask: bool = False) -> tuple[
             f"{name} has the shape {tuple(operand.shape)}, but at most {MOST_ROWS} rows and "
             "columns are supported: take it in parts"
         )
-    if operand.layout == torch.sparse_coo:
-        # Coalescing sums what is stored twice, with a gradient for each.
-        operand = operand.coalesce()
-        offsets, columns = offsets_of(operand.indices()[0], operand.shape[0]), operand.indices()[1]
-    else:
-        offsets, columns = operand.crow_indices(), operand.col_indices()
-    values = operand.values()
-    if values.requires_grad and operand.layout == torch.sparse_csr:
-        values.register_hook(_refuse_graph)
-    return sort_rows(name, offsets, columns, *operand.shape), values
 
 
 def _refuse_graph(grad: Tensor) -> None:
