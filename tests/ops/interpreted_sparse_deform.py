@@ -183,3 +183,21 @@ def test_offsets_that_are_none_have_no_place(monkeypatch: pytest.MonkeyPatch):
     dx, doffset = torch.autograd.grad(out, (x, offset), torch.ones_like(out))
     assert bool(dx.isfinite().all()) and bool(doffset[0, :, 2, 3].isnan().all())
     assert not doffset[0, :, 4, 4].any() and int(doffset.isnan().sum()) == 2
+
+
+def test_offsets_beyond_the_bound_are_clamped(monkeypatch: pytest.MonkeyPatch):
+    """The halo is as wide as the bound; what is clamped or NaN stays in it, as on the CPU."""
+    x, weight = torch.randn(1, 2, 6, 7), torch.randn(2, 2, 3, 3)
+    offset = 4 * torch.randn(1, 18, 6, 7)
+    offset[0, 0, 2, 3], offset[0, 3, 4, 4], offset[0, 5, 1, 1] = torch.nan, torch.inf, -1e30
+    given = [each.requires_grad_() for each in (x, offset, weight)]
+    results = []
+    for module in (None, deform):
+        if module is not None:
+            monkeypatch.setattr(deform_operator, "kernels_for", lambda _: deform)
+        out = deform_conv2d(*given, padding=1, bound=1.5)
+        finite = torch.where(out.isnan(), 0.0, out)
+        results.append([finite, *torch.autograd.grad(finite.sum(), given[:2])])
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert error(found.nan_to_num(), expected.nan_to_num()) < TOLERANCES[FLOAT]
