@@ -217,9 +217,7 @@ class StandardSolution:
         vector_bytes = operator.most_length * operator.dtype.itemsize
         spilled = plan.num_vectors - plan.num_resident
         sweep = 2.0 * vector_bytes * (plan.num_vectors + self.problem.k) / 2
-        if spilled:
-            # Twice the degree that is the best takes hardly longer, in half of the steps.
-            sweep = 4 * (sweep + _FILE_COST * spilled * vector_bytes)
+        sweep += _FILE_COST * spilled * vector_bytes
         product = operator.sweep_bytes / plan.block + 4.0 * vector_bytes + operator.gather_bytes
         return product, sweep / plan.block
 
