@@ -84,7 +84,8 @@ def banded_matrix() -> CSR:
         rows += [place[:-step], place[step:]]
         columns += [place[step:], place[:-step]]
         values += [entries, entries]
-    return sorted_rows(*(np.concatenate(each) for each in (rows, columns, values)), NODES)
+    row, column, value = (np.concatenate(each) for each in (rows, columns, values))
+    return sorted_rows(row, column, value, NODES)
 
 
 MATRICES: dict[str, Callable[[], CSR]] = {

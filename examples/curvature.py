@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], dict[int, lis
             loss = loss_of()
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
             progress.advance(task)
     print(
         f"loss {losses[0]:.3f} to {losses[-1]:.3f}, "

@@ -57,6 +57,18 @@ def test_tables_in_memory():
     torch.testing.assert_close(coordinates.var(0), variances)
 
 
+@pytest.mark.parametrize("num_columns", [1, 8, 13, 31])
+def test_sums_of_products_are_those_without_a_compiler(num_columns: int, monkeypatch):
+    from penstock.spectral import _native
+
+    table = make_table(10_001, num_columns, torch.float32)
+    first = pca(table, num_columns)
+    monkeypatch.setattr(_native, "_library", lambda: None)
+    again = pca(table, num_columns)
+    torch.testing.assert_close(first.variances, again.variances, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(first.mean, again.mean, rtol=1e-13, atol=0)
+
+
 def test_wide_tables_are_iterated(store):
     """The covariance does not fit into the budget."""
     table = make_table(300, 500)

@@ -10,8 +10,9 @@ from torch import Tensor
 from penstock.memory import Tier
 from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._operator import LinearOperator
+from penstock.spectral._problem import StandardProblem
 from penstock.spectral._report import Eigenpairs
-from penstock.spectral._solve import StandardProblem, make_report
+from penstock.spectral._solve import make_report
 
 _MOST_ROWS = 1024  # of a matrix whose eigenvalues are all computed for those around zero
 

@@ -16,9 +16,10 @@ from penstock.spectral._dense import is_dense_better, solve_dense
 from penstock.spectral._filter import check_finite
 from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
 from penstock.spectral._operator import LinearOperator, make_random
+from penstock.spectral._problem import StandardProblem, num_basis_vectors
 from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
 from penstock.spectral._report import Eigenpairs, add_reports
-from penstock.spectral._solve import StandardProblem, num_basis_vectors, solve_standard
+from penstock.spectral._solve import solve_standard
 from penstock.spectral._sources import Surroundings, as_operator
 from penstock.spectral._tiles import TiledOperator
 from penstock.units import parse_bytes

@@ -6,14 +6,13 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from penstock.errors import CapacityError, NoConvergenceError
-from penstock.memory import ExtentFile, Ledger, Link, Tier
-from penstock.spectral._basis import Basis, buffer_bytes, gram, wide_dtype
+from penstock.memory import Link, Tier
+from penstock.spectral._basis import Basis, gram, wide_dtype
 from penstock.spectral._filter import (
     ChebyshevFilter,
     SpectrumEstimate,
@@ -22,8 +21,8 @@ from penstock.spectral._filter import (
 )
 from penstock.spectral._lanczos import RitzPairs, ThickRestartLanczos
 from penstock.spectral._operator import LinearOperator, SquaredOperator
+from penstock.spectral._problem import BasisPlan, StandardProblem, plan_basis
 from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
-from penstock.units import format_bytes
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
 _MOST_POLISHES = 4
@@ -36,88 +35,6 @@ _WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not ch
 _ORTHOGONAL = 1e-2  # times tol: residuals do not see components that are less (Simon 1984)
 _FEW_ROWS = 4096  # of a matrix that a dense solver has room and time for
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StandardProblem:
-    """A standard problem and the means to solve it.
-
-    Attributes:
-        operator: The operator.
-        k: Pairs that are wanted.
-        which: "LA", "SA" or "SM".
-        tol: Relative accuracy; 0: that of the dtype.
-        max_bytes: The most bytes on the device; None: what it takes.
-        file: File of the vectors that are not on the device; None: host memory.
-        max_restarts: Restarts after which the iteration gives up.
-        start: Vectors to begin with, (b, n), or None.
-        reduce: Sums a tensor over ranks, in place.
-        generator: Source of random vectors.
-        ledger: Account of bytes.
-    """
-
-    operator: LinearOperator
-    k: int
-    which: str
-    tol: float
-    max_bytes: int | None
-    file: ExtentFile | None
-    max_restarts: int
-    start: Tensor | None
-    reduce: Callable[[Tensor], Tensor]
-    generator: torch.Generator
-    ledger: Ledger
-
-
-@dataclasses.dataclass(frozen=True)
-class BasisPlan:
-    """Numbers of vectors: in the basis, of it on the device, and in a block."""
-
-    num_vectors: int
-    num_resident: int
-    block: int
-
-
-def num_basis_vectors(k: int) -> int:
-    """Return how many vectors a basis for k pairs has, of an operator with enough rows."""
-    return max(2 * k + 16, 32)
-
-
-def plan_basis(problem: StandardProblem, *, squared: bool) -> BasisPlan:
-    """Plan a basis and its residency within the budget.
-
-    Raises:
-        CapacityError: The budget does not hold the workspace, or the basis does not fit into it and
-            there is no lower tier.
-    """
-    operator, k = problem.operator, problem.k
-    vector_bytes = max(1, operator.most_length * operator.dtype.itemsize)
-    block = max(1, min(operator.block, k))
-    num_vectors = min(num_basis_vectors(k), operator.global_length)
-    blocks = 3 if squared else 2  # vectors and their products, and those between
-    if problem.max_bytes is None:
-        return BasisPlan(num_vectors, num_vectors, block)
-    while True:
-        room_bytes = problem.max_bytes - blocks * block * vector_bytes
-        if room_bytes >= num_vectors * vector_bytes:
-            return BasisPlan(num_vectors, num_vectors, block)
-        streamed_bytes = room_bytes - buffer_bytes(operator.most_length, operator.dtype)
-        if block == 1 or streamed_bytes >= 0:
-            break
-        block //= 2
-    if problem.file is None and operator.device.type == "cpu":
-        raise CapacityError(
-            f"max_bytes={problem.max_bytes}: a basis of {num_vectors} vectors of "
-            f"{format_bytes(vector_bytes)} does not fit; give store=, a directory on a disk, or "
-            f"max_bytes of at least {(num_vectors + blocks) * vector_bytes}"
-        )
-    if streamed_bytes < 0:
-        least = blocks * vector_bytes + buffer_bytes(operator.most_length, operator.dtype)
-        raise CapacityError(
-            f"max_bytes={problem.max_bytes} does not hold the workspace and buffers of vectors of "
-            f"{format_bytes(vector_bytes)}; give at least {least}"
-        )
-    return BasisPlan(num_vectors, streamed_bytes // vector_bytes, block)
 
 
 class StandardSolution:
@@ -217,9 +134,7 @@ class StandardSolution:
         vector_bytes = operator.most_length * operator.dtype.itemsize
         spilled = plan.num_vectors - plan.num_resident
         sweep = 2.0 * vector_bytes * (plan.num_vectors + self.problem.k) / 2
-        if spilled:
-            # Twice the degree that is the best takes hardly longer, in half of the steps.
-            sweep = 4 * (sweep + _FILE_COST * spilled * vector_bytes)
+        sweep += _FILE_COST * spilled * vector_bytes
         product = operator.sweep_bytes / plan.block + 4.0 * vector_bytes + operator.gather_bytes
         return product, sweep / plan.block
 
