@@ -12,6 +12,7 @@ from penstock.attention._operator import blocksparse_forward
 from penstock.attention._paths import choose_path
 from penstock.attention._torch import attend
 from penstock.compat.autograd import is_transformed
+from penstock.compat.dynamo import mark_constant
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -88,10 +89,15 @@ def _attend(
 def _cast(operands: list[Tensor]) -> list[Tensor]:
     """Return operands in the dtype of autocast, where it is on; never of float64, as torch does."""
     device = operands[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not (_has_autocast(device) and torch.is_autocast_enabled(device)):
         return operands
     dtype = torch.get_autocast_dtype(device)
     return [each if each.dtype == torch.float64 else each.to(dtype) for each in operands]
+
+
+@mark_constant  # torch 2.11 does not trace it
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:

@@ -17,7 +17,8 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from penstock.errors import GraphFileError, PlanError
+from penstock.compat.placements import GATHERS_STRIDED
+from penstock.errors import GraphFileError, PenstockError, PlanError
 from penstock.graph.bindings import (
     StateEntry,
     bind_batch,
@@ -155,6 +156,9 @@ class PartitionedStep:
         Parameters, buffers and the optimizer's state are DTensors. One of which a rank has several
         pieces, as of a projection of queries, keys and values in one that is split by heads, torch
         does not save in pieces: it is gathered, and whole on every rank.
+
+        Raises:
+            PenstockError: There is one of these, and torch is too old to gather it (2.11).
         """
         state: dict[str, Any] = {}
         for entry in self._entries:
@@ -162,6 +166,7 @@ class PartitionedStep:
             assert tensor is not None, "distribution has made all state"
             tensor = tensor.detach()
             if isinstance(tensor, DTensor) and not _is_in_one_piece(tensor):
+                _require_gathering(entry.name)
                 tensor = tensor.full_tensor()
             state[entry.name] = tensor
         for index, group in enumerate(self._optimizer.param_groups):
@@ -230,6 +235,14 @@ def _is_in_one_piece(tensor: DTensor) -> bool:
     return all(each.is_replicate() or type(each) is Shard for each in tensor.placements)
 
 
+def _require_gathering(name: str) -> None:
+    if not GATHERS_STRIDED:
+        raise PenstockError(
+            f"{name} has several pieces on a rank, which DTensor in torch {torch.__version__} does "
+            "not gather: save with a later torch, or partition with another method="
+        )
+
+
 class _Distribution:
     """The pieces of a model's and an optimizer's tensors."""
 
@@ -271,7 +284,7 @@ class _Distribution:
         view = self.graph.tensors[name]
         whole = torch.arange(prod(view.shape), device=self.mesh.device_type).view(view.shape)
         made = self._wrap(name, self.cut(name, whole), placements)
-        if not torch.equal(made.full_tensor(), whole):
+        if not (GATHERS_STRIDED and torch.equal(made.full_tensor(), whole)):
             raise PlanError(
                 f"{name} is split at rest within a dimension at several levels, {placements}, "
                 "which DTensor does not put together again; partition with another method=, or "
