@@ -8,4 +8,4 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 __all__ = ["GATHERS_STRIDED", "StridedShard"]
 
 GATHERS_STRIDED = hasattr(_redistribute, "_StridedShardNotDecodableError")
-"""Whether `full_tensor()` gathers any strided shards. In torch 2.11 it raises for some of them."""
+"""True where `full_tensor()` gathers any strided shards; that of torch 2.11 raises for some."""
