@@ -110,6 +110,7 @@ def test_accesses_without_a_mask_and_compare_and_swap():
     assert (count.loaded_bytes, count.stored_bytes, count.atomic_bytes) == (12, 12, 12)
 
 
+@pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")  # by Triton 3.8
 @pytest.mark.parametrize("length", [64, 50, 1])
 def test_block_pointers(length):
     source, out = torch.randn(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)

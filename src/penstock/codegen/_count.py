@@ -26,8 +26,10 @@ _INTERPRETER = {
 """Methods of `InterpreterBuilder`, with the names of their first arguments. Accesses without a
 mask, through block pointers and through descriptors end in the first two."""
 _THROUGH_MASKED = (
-    *("create_load", "create_store", "create_tensor_pointer_load", "create_tensor_pointer_store"),
-    *("create_descriptor_load", "create_descriptor_store"),
+    "create_load",
+    "create_store",
+    "create_descriptor_load",
+    "create_descriptor_store",
 )
 _counting = threading.RLock()  # the interpreter is one for all threads
 
