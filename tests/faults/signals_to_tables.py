@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import penstock
-from penstock.unified import unify
+from penstock import offload  # here, not in a child: an interrupt in an import is another error
+from penstock.unified import empty, unify
 from penstock.unified.optim import Adam
 
 NUM_ROWS, WIDTH, BATCH = 300, 48, 60
@@ -49,7 +49,7 @@ def gradient_of(step: int) -> torch.Tensor:
 def offloaded(store: Path) -> None:
     """A backward pass whose saved tensors go to a file."""
     x = torch.ones(64, 64, requires_grad=True)
-    with penstock.offload(store, policy="all", min_bytes=0):
+    with offload(store, policy="all", min_bytes=0):
         loss = (x.sin() * x.cos()).sum()
     loss.backward()
     assert x.grad is not None
@@ -95,9 +95,7 @@ class Trial:
         if kind == "npy":
             np.save(self.path, start.numpy())
         else:
-            penstock.unified.empty((NUM_ROWS, WIDTH), path=self.path)[torch.arange(NUM_ROWS)] = (
-                start
-            )
+            empty((NUM_ROWS, WIDTH), path=self.path)[torch.arange(NUM_ROWS)] = start
         self.reference = unify(start, requires_grad=True)
         self.optimizer, self.done = Adam([self.reference], lr=0.1), 0
         self.numbers = random.Random(seed)
