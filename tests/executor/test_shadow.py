@@ -93,6 +93,41 @@ def test_losses_are_compared(monkeypatch):
     assert not differences(before, everything(model, optimizer, losses), "")
 
 
+class Classifier(nn.Module):
+    """A product with many columns, and a loss that a number of Python scales."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.head = nn.Linear(64, 3000, bias=False)
+        self._scale = scale
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.head(x), labels) * self._scale()
+
+
+def test_losses_of_products_in_slices_may_differ_by_rounding(monkeypatch):
+    monkeypatch.setattr("penstock.executor.run.shadow.verify", lambda *_: None)
+    batch = {"x": torch.randn(700, 64), "labels": torch.randint(0, 3000, (700,))}
+    found = []
+    slices = {"device_memory": "6MiB", "host_memory": "1GiB", "split_products": True}
+    for options, too_much in (({"device_memory": "64MiB"}, 1e-6), (slices, 1e-4)):
+        torch.manual_seed(0)
+        scale = [1.0]
+        model = Classifier(lambda held=scale: held[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = penstock.fit(model, optimizer, batch, shadow=1, **options, **OPTIONS)
+        losses = [float(step(batch)) for _ in range(3)]
+        scale[0] = 1 + too_much / 100
+        losses.append(float(step(batch)))
+        assert step.report().num_shadow_steps == 4
+        found.append(losses)
+        scale[0] = 1 + too_much
+        with pytest.raises(UnlikeEagerError, match="step 5"):
+            step(batch)
+    assert step.plan.splits_products and step.plan.peak_device_bytes < 700 * 3000 * 4
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("options", [{"shadow": 1}, {"shadow": 0}, {}])
 def test_checks_change_nothing(options, store):
     tight = {"device_memory": "48KiB", "store": store}

@@ -30,9 +30,9 @@ def everything_in_slices(graph: StepGraph) -> StepGraph:
 class Head(nn.Module):
     """A layer that gives logits, with some arithmetic behind it."""
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, bias: bool = False) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, width, bias=False, dtype=dtype)
+        self.layer = nn.Linear(8, width, bias=bias, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)
@@ -48,6 +48,7 @@ def head_case(
     weighted: bool = False,
     num_ignored: int = 0,
     scale: float | None = None,
+    bias: bool = False,
 ) -> Case:
     generator = torch.Generator().manual_seed(num_vectors * 1000 + width)
     x = torch.randn(2, num_vectors, 8, generator=generator).to(dtype)
@@ -69,7 +70,7 @@ def head_case(
         def forward(self, x, labels, weight=None):
             return super().forward(x)
 
-    return Case(lambda: Model(width, dtype), batch, loss)
+    return Case(lambda: Model(width, dtype, bias), batch, loss)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -20,10 +20,15 @@ LOGITS_BYTES = VECTORS * WIDTH * 4
 
 
 def make(
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, bias: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer, StepGraph, dict]:
     case = head_case(
-        num_vectors=VECTORS // 2, width=WIDTH, dtype=dtype, loss_dtype=torch.float32, options={}
+        num_vectors=VECTORS // 2,
+        width=WIDTH,
+        dtype=dtype,
+        loss_dtype=torch.float32,
+        options={},
+        bias=bias,
     )
     torch.manual_seed(0)
     model = case.make()
@@ -31,28 +36,36 @@ def make(
     return model, optimizer, capture(model, optimizer, case.batch, loss=case.loss), case.batch
 
 
-def after_steps(change) -> tuple[list[float], list[torch.Tensor]]:
-    model, optimizer, graph, batch = make()
+def after_steps(change, bias: bool) -> tuple[list[float], list[torch.Tensor]]:
+    model, optimizer, graph, batch = make(bias=bias)
     losses = [float(run(change(graph), model, optimizer, batch)) for _ in range(3)]
     return losses, [each.detach().clone() for each in model.parameters()]
 
 
-def test_a_step_with_products_in_slices_is_the_same_but_for_rounding():
-    losses, weights = after_steps(lambda graph: graph)
-    parts = after_steps(lambda graph: split(graph, 1, products=True))
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_step_with_products_in_slices_is_the_same_but_for_rounding(bias):
+    losses, weights = after_steps(lambda graph: graph, bias)
+    parts = after_steps(lambda graph: split(graph, 1, products=True), bias)
     assert parts[0] == pytest.approx(losses, rel=1e-6)
     for ours, theirs in zip(parts[1], weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_no_operator_needs_whole_logits():
-    graph = make()[2]
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_operator_needs_whole_logits(bias):
+    graph = make(bias=bias)[2]
     whole = max(needed_bytes(split(graph, 1)))
     parts = split(graph, 1, products=True)
     assert whole >= LOGITS_BYTES > 8 * max(needed_bytes(parts))
     names = [operator.name for operator in parts.operators]
-    products = [operator for operator in graph.operators if operator.target == "aten.mm.default"]
+    products = [
+        operator
+        for operator in graph.operators
+        if ".mm." in operator.target or ".addmm." in operator.target
+    ]
     assert all(f"{each.name}[1]" in names for each in products) and len(products) >= 2
+    sums = [name for name in names if name.endswith(".put[1]")]
+    assert len(sums) == bias  # of the gradient of the bias
     assert split(graph, 1, products=True) is parts and split(graph, 1) is not parts
 
 
@@ -72,8 +85,9 @@ def test_gradients_in_half_precision_are_not_summed_slice_by_slice():
     assert not any(operator.target == "aten.addmm_.default" for operator in parts.operators)
 
 
-def test_a_plan_with_products_in_slices_fits_where_no_other_does():
-    graph = make()[2]
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_plan_with_products_in_slices_fits_where_no_other_does(bias):
+    graph = make(bias=bias)[2]
     budget = LOGITS_BYTES * 3 // 4
     options = {"device_memory": budget, "host_memory": 8 * LOGITS_BYTES, "time_limit": 5,
                "machine": "h100-80gb"}  # fmt: skip

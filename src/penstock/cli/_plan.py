@@ -65,6 +65,13 @@ class PlanOptions(ModelOptions):
     machine: Annotated[str | None, MACHINE_OPTION] = None
     reorder: Annotated[bool, typer.Option(help="Operators may change their order.")] = True
     recompute: Annotated[bool, typer.Option(help="Operators may run again.")] = True
+    split_products: Annotated[
+        bool,
+        typer.Option(
+            "--split-products",
+            help="Products of matrices may run in slices; results then differ by rounding.",
+        ),
+    ] = False
     method: Annotated[
         Literal["auto", "exact", "genetic"],
         name_option(
@@ -101,12 +108,14 @@ class CapturedModel:
         """Plan the step for a budget, with the method of the options."""
         from penstock.planner import plan
 
-        names = ("host_memory", "store", "reorder", "recompute", "method", "time_limit", "seed")
+        names = ("host_memory", "store", "reorder", "recompute", "split_products", "method")
         return plan(
             self.graph,
             device_memory=device_bytes,
             machine=self.machine,
             progress=progress,
+            time_limit=self.options.time_limit,
+            seed=self.options.seed,
             **{name: getattr(self.options, name) for name in names},
         )
 

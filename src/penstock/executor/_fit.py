@@ -134,6 +134,7 @@ def fit(
     extra_batches: Sequence[Any] = (),
     initialize: Initializer | None = None,
     machine: MachineProfile | str | None = None,
+    split_products: bool = False,
     time_limit: float = 60,
     seed: int = 0,
     progress: Callable[[Found], None] | None = None,
@@ -176,6 +177,9 @@ def fit(
         machine: The machine whose times plans are based on: a name of `penstock.memory.MACHINES` or
             a profile. None: this machine, whose links are probed and on which each distinct
             operator runs a few times.
+        split_products: Whether products of matrices may run in slices, as `penstock.plan` has it:
+            the logits of a large vocabulary. Results then differ by rounding, and so may losses
+            from those that `shadow` compares them with.
         time_limit: Seconds that planning may take. Planning again may take as many, but no more
             than 10 steps could save.
         seed: Seed of the planner's random numbers.
@@ -208,6 +212,7 @@ def fit(
         host_memory=_parse_optional(host_memory, "host_memory"),
         store=file_store,
         machine=machine,
+        split_products=split_products,
         time_limit=time_limit,
         seed=seed,
         progress=progress,

@@ -23,7 +23,7 @@ from penstock.executor.memory.residency import CopyLayout
 from penstock.executor.program.executable import BoundaryStage, Segments, compile_plan
 from penstock.executor.program.operators import Call
 from penstock.executor.program.scalars import Scalars
-from penstock.executor.run._loss import LossCheck, have_same_bits
+from penstock.executor.run._loss import LossCheck
 from penstock.executor.run._recovery import StepRecovery
 from penstock.executor.run.debug import Debug
 from penstock.executor.run.interrupts import Interrupts
@@ -249,7 +249,7 @@ class Execution:
         """Return whether the program has the same loss when it is called eagerly once more."""
         expected, self._loss.expected = self._loss.expected, None
         again = shadow.repeat(self._captured, self._device, batch)
-        if again is None or expected is None or not have_same_bits(again, expected):
+        if again is None or expected is None or not self._loss.is_equal(again, expected):
             shadow.give_up("two eager calls of the same step had losses of other bits")
             return False
         return True

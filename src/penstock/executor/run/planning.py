@@ -50,6 +50,7 @@ class CachedPlanner:
     host_memory: int | None
     store: FileStore | None
     machine: MachineProfile | str | None
+    split_products: bool
     time_limit: float
     seed: int
     progress: Callable[[Found], None] | None
@@ -136,7 +137,7 @@ class CachedPlanner:
         metadata = {name: repr(value) for name, value in sorted(graph.metadata.items())}
         versions = [__version__, torch.__version__]
         budgets = [self.device_memory, self.host_memory]
-        limits = [self.time_limit, self.seed]
+        limits = [self.time_limit, self.seed, self.split_products]
         return [versions, graph.digest, metadata, budgets, where, profile, threads, *limits]
 
 

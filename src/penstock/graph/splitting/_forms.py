@@ -5,7 +5,8 @@ range of them. Only operators are listed here whose vectors have the same bits h
 one call has: softmaxes and their gradients, the loss of given classes, sums over a vector, and
 arithmetic that is rounded exactly. Products of matrices are not among them: the order in which a
 kernel sums depends on how many vectors it gets. They run in slices only where the caller says so:
-`x W` by the rows of x, and `G^T x`, the gradient of W, as a sum over slices of rows (`adds`).
+`x W` and `x W + b` by the rows of x; `G^T x` and the sum of the rows of G, the gradients of W and
+b, as sums over slices of rows (`adds`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _ARITHMETIC = {
     *("aten.masked_fill.Scalar", "aten.masked_fill.Tensor"),
 }
 PRODUCT = "aten.mm.default"
+PRODUCT_AND_BIAS = "aten.addmm.default"
 ADDED_PRODUCT = "aten.addmm_.default"  # what adds a slice's product to the sum
+ADD = "aten.add_.Tensor"
 _SUMMED_DTYPES = ("float32", "float64")  # others would round after each slice
 _HARMLESS_OPTIONS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
 _PLAIN_FORMATS = ("contiguous_format", "preserve_format")
@@ -49,6 +52,17 @@ _ITEM_BYTES = {
 def item_bytes(dtype: str) -> int:
     """Return the bytes of an element, as 4 for `"float32"`; 0 for dtypes without arithmetic."""
     return _ITEM_BYTES.get(dtype, 0)
+
+
+def share_costs(operator: Operator, number: int, num_parts: int) -> dict[str, Any]:
+    """Return the costs of one part of an operator as fields; its counts add up to the whole."""
+    shares: dict[str, Any] = {
+        name: count * (number + 1) // num_parts - count * number // num_parts
+        for name in ("flops", "bytes_read", "bytes_written")
+        for count in [getattr(operator, name)]
+    }
+    seconds = operator.seconds
+    return shares | {"seconds": None if seconds is None else seconds / num_parts}
 
 
 class SlicedView(NamedTuple):
@@ -120,8 +134,9 @@ def find_slice_form(
     """Return the form in which an operator of a graph runs in slices; None if there is none."""
     if operator.mutates or operator.after or operator.random or operator.recompute_target:
         return None
-    is_product = operator.target == PRODUCT
-    form = _product_form(operator) if is_product and products else _find_form(operator)
+    form = _find_form(operator)
+    if form is None and products:
+        form = _find_product_form(operator)
     if form is None or form.num_vectors < 2:
         return None
     views = {view.value for view in views_in(operator.args)}
@@ -145,6 +160,20 @@ def _find_form(operator: Operator) -> SliceForm | None:
         last = tuple(dim % len(args[0].shape) for dim in dims) == (len(args[0].shape) - 1,)
         if vectors is not None and last and vectors.is_dense:
             return SliceForm((vectors, (1,), *args[2:]), operator.outputs, reduces=True)
+    return None
+
+
+def _find_product_form(operator: Operator) -> SliceForm | None:
+    target, args, (output, *_) = operator.target, operator.args, operator.outputs or (None,)
+    if output is None or operator.kwargs:
+        return None
+    if target == PRODUCT:
+        return _product_form(operator)
+    if target == PRODUCT_AND_BIAS and len(args[0].shape) == 1 and output.stride[1] == 1:
+        return SliceForm((args[0], SlicedView(args[1]), args[2]), (SlicedView(output),))
+    is_sum_of_rows = target == SUM and len(args[0].shape) == 2 and args[1] == (0,)
+    if is_sum_of_rows and output.dtype in _SUMMED_DTYPES:
+        return SliceForm((SlicedView(args[0]), *args[1:]), operator.outputs, adds=True)
     return None
 
 

@@ -4,7 +4,7 @@ Operators in slices that follow each other become one group: for each slice all 
 that a piece is gone before the next one comes. A result that has to be whole afterwards is written
 slice by slice into its place; this is the place of a whole operand whose live range ends there.
 Sums over vectors and losses give a number for each vector in slices, then add up all in turn.
-A product that sums over vectors writes that of the first slice, to which those of the others add.
+A sum of products or of vectors is that of the first slice, to which those of the others add.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from penstock.graph.executable import COPIES, out_variant
 from penstock.graph.splitting._choice import SliceChoice, ends_at, fills_storage
 from penstock.graph.splitting._forms import (
+    ADD,
     ADDED_PRODUCT,
     LOSS,
     NO_REDUCTION,
@@ -24,6 +25,7 @@ from penstock.graph.splitting._forms import (
     SlicedView,
     SliceForm,
     item_bytes,
+    share_costs,
 )
 from penstock.graph.step_graph import Kind, Operator, StepGraph, Storage, TensorView, views_in
 
@@ -34,17 +36,6 @@ _SUM_REDUCTION, _MEAN_REDUCTION = 2, 1  # torch's numbers
 def rewrite_in_slices(graph: StepGraph, choice: SliceChoice) -> StepGraph:
     """Return the graph in which the chosen operators run in slices."""
     return SliceWriter(graph, choice).run()
-
-
-def share_costs(operator: Operator, number: int, num_parts: int) -> dict[str, Any]:
-    """Return the costs of one part of an operator as fields; its counts add up to the whole."""
-    shares: dict[str, Any] = {
-        name: count * (number + 1) // num_parts - count * number // num_parts
-        for name in ("flops", "bytes_read", "bytes_written")
-        for count in [getattr(operator, name)]
-    }
-    seconds = operator.seconds
-    return shares | {"seconds": None if seconds is None else seconds / num_parts}
 
 
 class SliceWriter:
@@ -284,7 +275,7 @@ class SliceWriter:
         (result,) = form.outputs
         target, kwargs = operator.target, operator.kwargs
         if form.adds:
-            self._add_product(index, number, args)
+            self._add_to_sum(index, number, args)
             return
         output = self.slice(result, number, vectors)
         if result.view.value in self.pieces_of:
@@ -300,14 +291,19 @@ class SliceWriter:
             copied = (output, piece)
             self._write_into(index, number, "aten.copy_.default", copied, {}, output, ".put")
 
-    def _add_product(self, index: int, number: int, args: tuple[Any, ...]) -> None:
-        """Write the first slice of a sum of products, or add the next one."""
-        (result,) = self.forms[index].outputs
+    def _add_to_sum(self, index: int, number: int, args: tuple[Any, ...]) -> None:
+        """Write the first slice of a sum of products or of vectors, or add the next one."""
+        (result,), operator = self.forms[index].outputs, self.graph.operators[index]
         output = result._replace(value=self.current[result.value])
+        if number and operator.target == SUM:
+            piece = self.add_view(f"{operator.name}[{number}]", output.dtype, output.shape)
+            self.add_slice(index, number, SUM, args, {}, (piece,))
+            self._write_into(index, number, ADD, (output, piece), {}, output, ".put")
+            return
         if number:
             self._write_into(index, number, ADDED_PRODUCT, (output, *args), {}, output)
             return
-        variant = out_variant(self.graph.operators[index].target)
+        variant = out_variant(operator.target)
         assert variant is not None
         target, (name,) = variant
         self._write_into(index, number, target, args, {name: output}, output)

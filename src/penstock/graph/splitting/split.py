@@ -12,7 +12,8 @@ import itertools
 from typing import Any
 
 from penstock.graph.splitting._choice import choose_slices, working_set_bytes
-from penstock.graph.splitting._rewrite import rewrite_in_slices, share_costs
+from penstock.graph.splitting._forms import share_costs
+from penstock.graph.splitting._rewrite import rewrite_in_slices
 from penstock.graph.splitting.input_pieces import divide_inputs
 from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
 

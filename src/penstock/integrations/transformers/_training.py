@@ -80,7 +80,7 @@ def plan_training(
         lengths: Lengths to pad batches to (pairs for a model with encoder and decoder); None learns
             them from the loader.
         **options: Further arguments of `penstock.fit`: `host_memory`, `store`, `machine`,
-            `time_limit`, `seed`, `progress`, `cache`, `debug`.
+            `split_products`, `time_limit`, `seed`, `progress`, `cache`, `debug`.
 
     Returns:
         The planned training; its `report()` has times and bytes of the steps.
