@@ -18,6 +18,7 @@ from pathlib import Path
 from penstock.codegen import load_library
 from penstock.errors import BuildError
 from penstock.memory import _fork
+from penstock.memory.pages import trim_heap
 from penstock.tables import Report
 from penstock.units import parse_bytes
 
@@ -142,7 +143,7 @@ class CachingAllocator:
         with self._lock:
             if self._library is not None:
                 self._library.penstock_allocator_trim()
-        _trim_glibc()
+        trim_heap()
 
     def set_idle_limit(self, num_bytes: int | str | None) -> None:
         """Limit the bytes that are kept for reuse, now and from now on.
@@ -208,9 +209,3 @@ class CachingAllocator:
 
 
 _instance = CachingAllocator()
-
-
-def _trim_glibc() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(ctypes.c_size_t(0))

@@ -136,3 +136,10 @@ def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     return libc
+
+
+def trim_heap() -> None:
+    """Give memory that malloc keeps for reuse back to the operating system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

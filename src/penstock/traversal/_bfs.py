@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.memory.pages import trim_heap
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._lists import check_seeds
 from penstock.traversal._rank_graph import RankGraph, as_rank_graph
@@ -55,6 +56,7 @@ def bfs(graph: CSRGraph | RankGraph, sources: Tensor) -> Tensor:
         told = told[hops[told] == UNREACHED]
         hops[told] = level
         frontier = torch.cat([found, told])
+    trim_heap()
     return hops
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.memory.pages import trim_heap
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._rank_graph import RankGraph, as_rank_graph
 
@@ -42,14 +43,22 @@ def connected_components(graph: CSRGraph | RankGraph) -> Tensor:
         ids = part.id_of(torch.arange(begin, begin + len(root)))
         least.scatter_reduce_(0, root, ids.to(least.dtype), "amin")
     while part.num_halo or part.exchange.num_ranks > 1:
-        own, halo = least[roots[:num_own]], least[roots[num_own:]]
+        own, halo = (least.index_select(0, each) for each in roots.split((num_own, part.num_halo)))
         part.push_halo(halo, own, "amin", "components to owners")
-        halo = torch.minimum(halo, part.pull_halo(own, "components from owners"))
-        before = least.clone()
-        least.scatter_reduce_(0, roots.long(), torch.cat([own, halo]), "amin")
-        if not part.exchange.total(int((before != least).sum())):
+        torch.minimum(halo, part.pull_halo(own, "components from owners"), out=halo)
+        is_changed = False
+        for begin, values in ((0, own), (num_own, halo)):
+            for first in range(0, len(values), part.block_entries):
+                value = values[first : first + part.block_entries]
+                root = roots[begin + first : begin + first + len(value)].long()
+                is_changed |= bool((value < least[root]).any())
+                least.scatter_reduce_(0, root, value, "amin")
+        if not part.exchange.total(int(is_changed)):
             break
-    return least[roots[:num_own]].long()
+    found = least.index_select(0, roots[:num_own]).long()
+    del roots, least
+    trim_heap()
+    return found
 
 
 def _find_roots(part: RankGraph) -> Tensor:
@@ -59,8 +68,8 @@ def _find_roots(part: RankGraph) -> Tensor:
     have, until no edge joins two (Shiloach and Vishkin 1982). A hook may take the place of another
     in the same sweep; the next one sees its edge again.
     """
-    roots = torch.arange(part.num_own + part.num_halo)
-    roots = roots.to(torch.int32 if len(roots) < 2**31 and part.num_nodes < 2**31 else torch.int64)
+    num_known, is_narrow = part.num_own + part.num_halo, part.num_nodes < 2**31
+    roots = torch.arange(num_known, dtype=torch.int32 if is_narrow else torch.int64)
     while True:
         num_joined = 0
         for begin, end in part.split_own():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import NoConvergenceError
+from penstock.memory.pages import trim_heap
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._rank_graph import RankGraph, as_rank_graph
 
@@ -53,15 +54,17 @@ def pagerank(
     _check_numbers(damping, tol, max_iterations)
     iteration = _Iteration.of(part)
     values = torch.full((part.num_own,), 1 / max(part.num_nodes, 1), dtype=torch.float64)
-    change = 0.0
+    flowing, change = torch.empty_like(values), 0.0
     for _ in range(max_iterations):
         # r'(v) = (1 - d) / n + d (sum_{u -> v} r(u) / deg(u) + sum_{deg(u) = 0} r(u) / n)
-        flowing, dangling = iteration.spread(values)
+        dangling = iteration.spread(values, flowing)
         constant = (1 - damping + damping * dangling) / max(part.num_nodes, 1)
         flowing.mul_(damping).add_(constant)
         change = part.exchange.sum(float(values.sub_(flowing).abs_().sum()))
-        values = flowing
+        values, flowing = flowing, values
         if change <= tol:
+            del iteration, flowing
+            trim_heap()
             return values
     raise NoConvergenceError(
         f"pagerank changes by {change:.3g} after {max_iterations} iterations, and tol={tol:g}: "
@@ -77,6 +80,8 @@ class _Iteration:
     part: RankGraph
     num_leaving: Tensor
     """int32 of shape (num_own,)."""
+    known: Tensor
+    """float64 of shape (num_own + num_halo,): what flows along each edge of a node, or to it."""
 
     @classmethod
     def of(cls, part: RankGraph) -> _Iteration:
@@ -85,36 +90,43 @@ class _Iteration:
             leaving = torch.zeros(part.num_own, dtype=torch.int32)
             for begin, end in part.split_own():
                 leaving[begin:end] = part.read_own(begin, end)[0]
-            return cls(part, leaving)
+            return cls(part, leaving, cls._make_known(part))
         counts = torch.zeros(part.num_own + part.num_halo, dtype=torch.int32)
         for begin, end in part.split_own():
             entries = part.read_own(begin, end)[1]
             counts.index_add_(0, entries, counts.new_ones(1).expand(len(entries)))
-        leaving = counts[: part.num_own]
+        leaving = counts[: part.num_own].clone()
         part.push_halo(counts[part.num_own :], leaving, "sum", "degrees")
-        return cls(part, leaving.clone())
+        del counts
+        return cls(part, leaving, cls._make_known(part))
 
-    def spread(self, values: Tensor) -> tuple[Tensor, float]:
-        """Return the sums of what flows to each node, and the values of nodes without edges."""
-        part, num_leaving = self.part, self.num_leaving
-        dangling = part.exchange.sum(float(values[num_leaving == 0].sum()))
-        along = values / num_leaving.clamp(min=1)
+    @staticmethod
+    def _make_known(part: RankGraph) -> Tensor:
+        return torch.empty(part.num_own + part.num_halo, dtype=torch.float64)
+
+    def spread(self, values: Tensor, out: Tensor) -> float:
+        """Write the sums of what flows to each node; return the values of nodes without edges."""
+        part, known = self.part, self.known
+        is_dangling = self.num_leaving == 0
+        dangling = part.exchange.sum(float(values[is_dangling].sum()))
         if part.flow == "source_to_target":  # the lists have the sources: their values are pulled
-            known = torch.cat([along, part.pull_halo(along, _KIND)])
-            arriving = torch.empty_like(values)
+            along = torch.div(values, self.num_leaving, out=known[: part.num_own])
+            along.masked_fill_(is_dangling, 0)
+            part.pull_halo(along, _KIND, out=known[part.num_own :])
             for begin, end in part.split_own():
                 degrees, entries = part.read_own(begin, end)
-                arriving[begin:end] = torch.segment_reduce(
+                out[begin:end] = torch.segment_reduce(
                     known.index_select(0, entries), "sum", lengths=degrees, initial=0
                 )
-            return arriving, dangling
-        sums = values.new_zeros(part.num_own + part.num_halo)
+            return dangling
+        known.zero_()
         for begin, end in part.split_own():
             degrees, entries = part.read_own(begin, end)
-            sums.index_add_(0, entries, along[begin:end].repeat_interleave(degrees))
-        arriving = sums[: part.num_own]
-        part.push_halo(sums[part.num_own :], arriving, "sum", _KIND)
-        return arriving, dangling
+            along = values[begin:end] / self.num_leaving[begin:end].clamp(min=1)
+            known.index_add_(0, entries, along.repeat_interleave(degrees))
+        out.copy_(known[: part.num_own])
+        part.push_halo(known[part.num_own :], out, "sum", _KIND)
+        return dangling
 
 
 def _check_numbers(damping: float, tol: float, max_iterations: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from penstock.memory.pages import trim_heap
 from penstock.tables import Report
 from penstock.traversal._exchange import Exchange, find_group
 from penstock.traversal._graph import CSRGraph, Flow
@@ -115,6 +116,7 @@ class RankGraph:
         self._send_counts = self._halo_counts = [0] * exchange.num_ranks
         empty = torch.empty(0, dtype=torch.int32)
         self._halo = self._send_positions = empty
+        self._longest_part = 0  # of the cut, between any two ranks
         if exchange.num_ranks > MOST_RANKS:
             raise ValueError(f"group: expected up to {MOST_RANKS} ranks, got {exchange.num_ranks}")
         self._owners = find_ownership(graph, split, exchange, seed)
@@ -127,6 +129,7 @@ class RankGraph:
             self.num_own = len(self._own)
             self._indptr, self._indices = _read_own(graph, self._own)
             self._find_halo()
+            trim_heap()  # what this took is more than what stays
         self.num_halo = len(self._halo)
         self._is_file = in_memory(self._indices) is None
 
@@ -135,27 +138,41 @@ class RankGraph:
         is_known = torch.zeros(self.num_nodes, dtype=torch.bool)
         for block in self._indices.split(_BLOCK_ENTRIES):
             is_known[block.long()] = True
-        is_known[self._own.long()] = False
-        halo = is_known.nonzero().flatten()
-        del is_known
-        owners = self._owners.owner_of(halo)
-        order = owners.argsort(stable=True)
-        self._halo = narrow(halo[order], self.num_nodes)
-        counts = torch.bincount(owners, minlength=self.exchange.num_ranks)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        del owners, order
+        for block in self._own.split(_BLOCK_ENTRIES):
+            is_known[block.long()] = False
+        found = [
+            narrow(begin + block.nonzero().flatten(), self.num_nodes)
+            for begin, block in _split_places(is_known)
+        ]
+        halo = torch.cat(found) if found else self._own[:0]
+        del is_known, found
+        place = self._order_halo(halo)
         for block in self._indices.split(_BLOCK_ENTRIES):
-            ids = block.long()
-            own = torch.searchsorted(self._own, ids).clamp(max=max(self.num_own - 1, 0))
-            other = torch.searchsorted(halo, ids).clamp(max=max(len(halo) - 1, 0))
-            is_own = self._own[own] == ids if self.num_own else torch.zeros_like(ids).bool()
+            own = torch.searchsorted(self._own, block).clamp(max=max(self.num_own - 1, 0))
+            other = torch.searchsorted(halo, block).clamp(max=max(len(halo) - 1, 0))
+            is_own = self._own[own] == block if self.num_own else torch.zeros_like(block).bool()
             far = self.num_own + place[other] if len(halo) else own
             block.copy_(torch.where(is_own, own, far))
-        self._halo_counts = counts.tolist()
         self._send_counts = self.exchange.trade_counts(self._halo_counts)
         asked = self.exchange.trade(self._halo, self._halo_counts, self._send_counts, "halo ids")
-        self._send_positions = torch.searchsorted(self._own, asked).to(torch.int32)
+        self._send_positions = torch.searchsorted(self._own, asked, out_int32=True)
+        (self._longest_part,) = self.exchange.largest(
+            max([0, *self._send_counts, *self._halo_counts])
+        )
+
+    def _order_halo(self, halo: Tensor) -> Tensor:
+        """Let the halo stand owner by owner; return the place of each of its nodes there."""
+        owners = torch.empty(len(halo), dtype=torch.int16)
+        for begin, block in _split_places(halo):
+            owners[begin : begin + len(block)] = self._owners.owner_of(block.long()).short()
+        place, parts = torch.empty_like(halo), []
+        for rank in range(self.exchange.num_ranks):
+            is_of_rank = owners == rank
+            parts.append(halo[is_of_rank])
+            start = sum(map(len, parts[:-1]))
+            place[is_of_rank] = torch.arange(start, start + len(parts[-1]), dtype=place.dtype)
+        self._halo, self._halo_counts = torch.cat(parts), [len(each) for each in parts]
+        return place
 
     @property
     def nodes(self) -> Tensor:
@@ -340,9 +357,11 @@ class RankGraph:
             kind: Kind of message.
             out: Memory for the rows, or None.
         """
-        rows = own[self._send_positions]
-        found = self.exchange.trade(rows, self._send_counts, self._halo_counts, kind)
-        return found if out is None else out.copy_(found)
+        if out is None:
+            out = own.new_empty((self.num_halo, *own.shape[1:]))
+        for positions, sent, places, received in self.split_halo(_BLOCK_NODES):
+            out[places] = self.exchange.trade(own[positions], sent, received, kind)
+        return out
 
     def split_halo(self, most: int) -> Iterator[tuple[Tensor, list[int], Tensor, list[int]]]:
         """Yield parts of the cut for exchanges of rows, the same number on all ranks.
@@ -354,8 +373,7 @@ class RankGraph:
             Own positions to send, and how many to each rank; places in the halo of what arrives,
             and how many from each.
         """
-        (longest,) = self.exchange.largest(max([0, *self._send_counts, *self._halo_counts]))
-        for begin in range(0, longest, most):
+        for begin in range(0, self._longest_part, most):
             ours, sent = _cut_parts(self._send_counts, begin, most)
             places, received = _cut_parts(self._halo_counts, begin, most)
             yield self._send_positions[ours].long(), sent, places, received
@@ -369,11 +387,12 @@ class RankGraph:
             combiner: "sum" or "amin".
             kind: Kind of message.
         """
-        found = self.exchange.trade(halo, self._halo_counts, self._send_counts, kind)
-        if combiner == "sum":
-            own.index_add_(0, self._send_positions, found)
-        else:
-            own.scatter_reduce_(0, self._send_positions.long(), found, combiner)
+        for positions, received, places, sent in self.split_halo(_BLOCK_NODES):
+            found = self.exchange.trade(halo[places], sent, received, kind)
+            if combiner == "sum":
+                own.index_add_(0, positions, found)
+            else:
+                own.scatter_reduce_(0, positions, found, combiner)
 
 
 def as_rank_graph(graph: Any) -> RankGraph:
@@ -383,6 +402,12 @@ def as_rank_graph(graph: Any) -> RankGraph:
     if isinstance(graph, CSRGraph):
         return RankGraph.whole(graph)
     raise TypeError(f"graph: expected a CSRGraph or a RankGraph, got {type(graph).__name__}")
+
+
+def _split_places(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield parts of values, and where they begin."""
+    for begin in range(0, len(values), _BLOCK_ENTRIES):
+        yield begin, values[begin : begin + _BLOCK_ENTRIES]
 
 
 def _cut_parts(counts: list[int], begin: int, most: int) -> tuple[Tensor, list[int]]:
