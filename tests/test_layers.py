@@ -37,7 +37,7 @@ APART = {"activations", "unified", "attention", "ops", "rgnn", "batching"}
 ONLY = {
     "attention": {"memory", "codegen", "iomodel"},
     "ops": {"codegen", "iomodel"},
-    "traversal": {"batching", "codegen", "unified"},
+    "traversal": {"batching", "codegen", "memory", "unified"},
     "spectral": {"memory", "codegen", "unified"},
     "lora": {"batching", "codegen", "iomodel"},
     "kv": {"memory", "codegen", "iomodel"},
