@@ -281,6 +281,30 @@ def announce(rows: Iterable[tuple[str, str]]) -> None:
         print(json.dumps({"case": case, "arm": arm}))
 
 
+def run_parts(description: str | None, topic: str, parts: Sequence[str]) -> None:
+    """Measure the parts of a topic that the command line names, and write their rows.
+
+    Args:
+        description: What the benchmark measures.
+        topic: Beginning of the names of files `_TOPIC_PART.py`, each with `announce_rows(options)`,
+            pairs of a case and an arm, and `measure_rows(options, where)`, the rows.
+        parts: Ends of these names.
+    """
+    parser = argument_parser(description)
+    parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--match", default="", help="cases whose names have this")
+    options = parser.parse_args()
+    for part in options.part:
+        module = importlib.import_module(f"_{topic}_{part}")
+        if options.dry_run:
+            announce(module.announce_rows(options))
+            continue
+        for row in module.measure_rows(options, environment(options.device)):
+            print(row, file=sys.stderr, flush=True)
+            write_rows([row], options.out)
+
+
 def _device_name(device: str) -> str:
     if device.startswith("cuda"):
         import torch
