@@ -35,6 +35,7 @@ def connected_components(graph: CSRGraph | RankGraph) -> Tensor:
     """
     part = as_rank_graph(graph)
     roots = _find_roots(part)
+    trim_heap()
     num_own = part.num_own
     # The smallest id of each rank's component stands at its root; other places are not used.
     least = torch.full_like(roots, part.num_nodes)
@@ -70,6 +71,7 @@ def _find_roots(part: RankGraph) -> Tensor:
     """
     num_known, is_narrow = part.num_own + part.num_halo, part.num_nodes < 2**31
     roots = torch.arange(num_known, dtype=torch.int32 if is_narrow else torch.int64)
+    shorter = torch.empty_like(roots)
     while True:
         num_joined = 0
         for begin, end in part.split_own():
@@ -84,7 +86,7 @@ def _find_roots(part: RankGraph) -> Tensor:
         if not num_joined:
             return roots
         while True:
-            shorter = roots.index_select(0, roots)
+            torch.index_select(roots, 0, roots, out=shorter)
             if torch.equal(shorter, roots):
                 break
-            roots = shorter
+            roots, shorter = shorter, roots

@@ -53,6 +53,7 @@ def pagerank(
     part = as_rank_graph(graph)
     _check_numbers(damping, tol, max_iterations)
     iteration = _Iteration.of(part)
+    trim_heap()
     values = torch.full((part.num_own,), 1 / max(part.num_nodes, 1), dtype=torch.float64)
     flowing, change = torch.empty_like(values), 0.0
     for _ in range(max_iterations):
