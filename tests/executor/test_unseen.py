@@ -147,6 +147,20 @@ def test_twenty_steps(middle):
     assert unlike_eager(make, batches(20), optimizer=optimizer, share=0.1) == []
 
 
+@pytest.mark.parametrize("share", [1, 0.1])
+def test_batch_norms_that_average_over_all_batches(share):
+    def make() -> nn.Module:
+        model = Model(lambda model, y: model.norm(model.norm(y)))
+        model.norm.momentum = None
+        return model
+
+    def start_anew(model: Any, stepper: Any, number: int) -> None:
+        if number == 2:
+            model.norm.reset_running_stats()
+
+    assert unlike_eager(make, batches(4), between=start_anew, share=share) == []
+
+
 def test_a_recurrent_layer_that_takes_the_batch_first():
     class Recurrent(nn.Module):
         def __init__(self) -> None:
