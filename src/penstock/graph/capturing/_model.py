@@ -90,7 +90,7 @@ def refuse_lost_changes(
     """Raise if the step has changed an attribute that planned steps would not change, or has made a
     parameter or a buffer, unless a constant one.
     """
-    for module, key, tensor in before.made():
+    for module, key, tensor in before.additions():
         if isinstance(tensor, nn.Parameter) or not recorder.is_constant(tensor):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise CaptureError(

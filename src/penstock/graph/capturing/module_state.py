@@ -93,7 +93,7 @@ class ModuleSnapshot:
                 if key in before and before[key] is not now:
                     yield module, key, before[key], now
 
-    def made(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    def additions(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Yield parameters and buffers that were not there: module, name, tensor."""
         for module, _, parameters, buffers in self._modules:
             for now, then in ((module._parameters, parameters), (module._buffers, buffers)):
