@@ -1,22 +1,26 @@
 """What one small saved tensor costs: thousands of operators on 16 floats, with and without hooks.
 
 The time is the processor's, which neighbours disturb less than the clock: forward, backward and
-our threads. The arms of a round run one after the other, in an order that alternates.
+our threads. The arms of a round run one after the other, in an order that alternates. One arm is a
+floor: a pair of hooks in C that does nothing but keep an alias, below which no hooks can be.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import penstock
 from _rows import BenchmarkRow, Limit
+from penstock.codegen import load_library
 
 BAR_SECONDS = 3e-6  # for a save and its restore, above stock
 WARMUPS = 2
@@ -25,7 +29,8 @@ BUDGETS = {  # of the arms with an `Offload`
     "offload device_memory=1GiB": "1GiB",
     "offload device_memory=16KiB": "16KiB",
 }
-ARMS = ("keep", "identity hooks", *BUDGETS)
+FLOOR = "alias hooks in C"
+ARMS = ("keep", "identity hooks", FLOOR, *BUDGETS)
 
 
 def chain(x: torch.Tensor, weight: torch.Tensor, num_operators: int) -> torch.Tensor:
@@ -71,14 +76,15 @@ def saves_rows(*, rounds: int, store: str, where: Any, num_saves: int = 16_000) 
     """A row per case and arm, with the microseconds of one save above stock."""
     torch.set_num_threads(1)
     offloads = {arm: penstock.offload(store, device_memory=b) for arm, b in BUDGETS.items()}
+    pairs = {"identity hooks": (lambda x: x, lambda x: x), FLOOR: _alias_hooks()}
     rows = []
     for name, run in CASES.items():
         times: dict[str, list[float]] = {arm: [] for arm in ARMS}
         for index in range(WARMUPS + rounds):
             for arm in ARMS if index % 2 == 0 else reversed(ARMS):
                 context = offloads.get(arm, contextlib.nullcontext())
-                if arm == "identity hooks":
-                    context = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+                if arm in pairs:
+                    context = torch.autograd.graph.saved_tensors_hooks(*pairs[arm])
                 seconds = step_seconds(run, num_saves, context)
                 if index >= WARMUPS:
                     times[arm].append(seconds)
@@ -86,6 +92,17 @@ def saves_rows(*, rounds: int, store: str, where: Any, num_saves: int = 16_000) 
     for offload in offloads.values():
         offload.close()
     return rows
+
+
+def _alias_hooks() -> Any:
+    """Return the floor of what hooks can cost: a pair in C that keeps an alias of each tensor."""
+    library = load_library(
+        "saves_floor",
+        Path(__file__).with_name("_saves_floor.cpp"),
+        include_python=True,
+        functions={"alias_hooks": (ctypes.py_object, [ctypes.py_object])},
+    )
+    return library.alias_hooks(torch.Tensor.data)
 
 
 def _row(

@@ -147,6 +147,20 @@ def test_twenty_steps(middle):
     assert unlike_eager(make, batches(20), optimizer=optimizer, share=0.1) == []
 
 
+@pytest.mark.parametrize("share", [1, 0.1])
+def test_batch_norms_that_average_over_all_batches(share):
+    def make() -> nn.Module:
+        model = Model(lambda model, y: model.norm(model.norm(y)))
+        model.norm.momentum = None
+        return model
+
+    def start_anew(model: Any, stepper: Any, number: int) -> None:
+        if number == 2:
+            model.norm.reset_running_stats()
+
+    assert unlike_eager(make, batches(4), between=start_anew, share=share) == []
+
+
 def test_a_recurrent_layer_that_takes_the_batch_first():
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -274,7 +288,27 @@ def replace_parameter(model: Any, stepper: Any) -> None:
     model.first.weight = nn.Parameter(model.first.weight.detach().clone())
 
 
+def hook_on_a_gradient(model: Any, stepper: Any) -> None:
+    model.first.weight.register_hook(lambda gradient: gradient * 0.1)
+
+
+def hook_after_accumulation(model: Any, stepper: Any) -> None:
+    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def hook_around_step(model: Any, stepper: Any) -> None:
+    stepper.register_step_post_hook(lambda *_: None)
+
+
+def another_step(model: Any, stepper: Any) -> None:
+    stepper.step = lambda: None
+
+
 CHANGES = {
+    "'model.first.weight' has hooks on its gradient": hook_on_a_gradient,
+    "'model.first.weight' has hooks on its grad": hook_after_accumulation,
+    "the SGD has hooks around step": hook_around_step,
+    "this SGD has a step of its own": another_step,
     "module 'model.norm' is in evaluation mode": change_mode,
     "requires_grad of 'model.first.weight' has changed": freeze,
     "the optimizer's groups have other parameters": add_group,

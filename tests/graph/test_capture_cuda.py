@@ -28,7 +28,7 @@ library.pretend()
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-import penstock
+import penstock, penstock.errors
 
 class Model(nn.Module):
     def __init__(self):
@@ -48,11 +48,17 @@ pretended = {"device": lambda number: contextlib.nullcontext(), "_initialized": 
 pretended |= {"device_count": lambda: 1, "current_device": lambda: 0}
 with mock.patch.multiple(torch.cuda, **pretended):
     graph = penstock.capture(model, optimizer, batch)
+    model.second = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64, momentum=None)).to("meta")
+    try:
+        penstock.capture(model, torch.optim.SGD(model.parameters()), batch)
+    except penstock.errors.CaptureError as error:
+        refusal = str(error)
 full = penstock.plan(graph, machine="h200", time_limit=0.5)
 half = full.peak_device_bytes // 2
 plan = penstock.plan(graph, device_memory=half, machine="h200", time_limit=0.5)
 print(json.dumps({
     "device": graph.device,
+    "refusal": refusal,
     "states": [list(o.args[-1:]) for o in graph.operators if "get_rng_state" in o.target],
     "restored": [o.args[-1] for o in graph.operators if "set_rng_state" in o.target],
     "targets": [o.target for o in graph.operators],
@@ -87,6 +93,7 @@ def test_a_model_without_memory_is_captured_for_the_device_of_its_batch(library)
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["device"] == "cuda"
+    assert "batch norm 'second.1' with momentum=None reads its count" in found["refusal"]
     assert found["aligned"] and found["moved"]
     assert any(target.startswith("aten._foreach_") for target in found["targets"])
     # What a checkpoint draws again is what it drew: of the GPU's generator, and not the CPU's.

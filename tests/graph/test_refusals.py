@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.errors import CaptureError
 from penstock.graph import capture
@@ -260,10 +261,48 @@ class CountsInPython(torch.optim.SGD):
             parameter.data.add_(parameter.grad, alpha=-0.1)
 
 
+class CountsItsSteps(torch.optim.SGD):
+    """Counts steps in a number of its own, and does something else at every third."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.count, self.counts, self.flag = 0, {"steps": 0}, True
+        self.param_groups[0]["steps"] = 0
+
+    def step(self, closure=None):
+        self.flag = False  # no number: allowed
+        self.add_one()
+        super().step()
+        if (self.count + self.counts["steps"] + self.param_groups[0]["steps"]) % 3 == 0:
+            self.param_groups[0]["params"][0].data.mul_(0.5)
+
+    def add_one(self):
+        self.count += 1
+
+
+class CountsInADictionary(CountsItsSteps):
+    def add_one(self):
+        self.counts["steps"] += 1
+
+
+class CountsInItsGroup(CountsItsSteps):
+    def add_one(self):
+        self.param_groups[0]["steps"] += 1
+
+
+class LowersItsRate(CountsItsSteps):
+    def add_one(self):
+        self.param_groups[0]["lr"] *= 0.5
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda parameters: torch.optim.LBFGS(parameters), "closure"),
+        (CountsItsSteps, r"step changes optimizer\.count, "),
+        (CountsInADictionary, r"step changes optimizer\.counts, "),
+        (CountsInItsGroup, r"step changes optimizer\.param_groups\[0\]\['steps'\], "),
+        (LowersItsRate, r"step changes optimizer\.param_groups\[0\]\['lr'\], "),
         (lambda parameters: torch.optim.RAdam(parameters), "branches on a step count"),
         (RootOfTheRate, "plain Python number"),
         (CountsInPython, "Python numbers in its state"),
@@ -272,8 +311,11 @@ class CountsInPython(torch.optim.SGD):
 )
 def test_optimizers_whose_steps_differ_are_refused(make, message):
     model = Step(total)
+    optimizer = make(model.parameters())
+    before = {**vars(optimizer), "counts": dict(getattr(optimizer, "counts", {}))}
     with pytest.raises(CaptureError, match=message):
-        capture(model, make(model.parameters()), torch.ones(4))
+        capture(model, optimizer, torch.ones(4))
+    assert {**before, **vars(optimizer)} == before  # as it was
 
 
 @pytest.mark.parametrize(
@@ -341,6 +383,74 @@ def test_hooks_around_the_optimizer_are_refused():
     optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(CaptureError, match="hooks around step"):
         capture(model, optimizer, torch.ones(4))
+
+
+def test_hooks_around_all_optimizers_are_refused():
+    model = Step(total)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        with pytest.raises(CaptureError, match="of all optimizers, which run Python"):
+            capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_step_in_place_of_the_optimizers_is_refused(is_scheduled):
+    model = Step(total)
+    optimizer = torch.optim.SGD(model.parameters())
+    if is_scheduled:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        capture(model, optimizer, torch.ones(4))  # what schedulers put there only counts
+    step = optimizer.step
+
+    def with_signs():
+        model.weight.grad.sign_()
+        step()
+
+    optimizer.step = with_signs
+    with pytest.raises(CaptureError, match="this SGD has a step of its own"):
+        capture(model, optimizer, torch.ones(4))
+
+
+class MakesState(nn.Module):
+    """Reads what its last call has left; a buffer or parameter that it makes in its first call."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weight, self.kind = nn.Parameter(torch.ones(4)), kind
+        if kind == "empty":
+            self.register_buffer("last", None)
+
+    def forward(self, x):
+        if getattr(self, "last", None) is None:
+            made = torch.zeros(4)
+            if self.kind == "parameter":
+                self.last = nn.Parameter(made)
+            else:
+                self.register_buffer("last", made)
+        result = self.weight * x + self.last
+        if self.kind != "parameter":
+            self.last.copy_(result.detach())
+        return result.sum()
+
+
+@pytest.mark.parametrize("kind", ["empty", "missing", "parameter"])
+def test_state_that_the_first_call_makes_is_refused(kind):
+    model = MakesState(kind)
+    message = "'last' of 'model', which planned steps would not: call the model once before"
+    with pytest.raises(CaptureError, match=message):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+    assert getattr(model, "last", None) is None
+    model(torch.ones(4))
+    capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+
+def test_lazy_parameters_are_refused_with_the_way_out():
+    model = nn.LazyLinear(1, bias=False)
+    with pytest.raises(CaptureError, match="'weight' gets its shape in the first call"):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(1, 4))
 
 
 def test_sparse_gradients_are_refused():

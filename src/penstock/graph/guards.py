@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError, stacklevel_of_user
+from penstock.graph.capturing.hooks import describe_gradient_hooks, describe_step_hooks
 from penstock.graph.capturing.module_state import (
     autocast_of,
     evaluation_modules,
@@ -71,6 +72,7 @@ class Guards:
                 self._objects = objects
         if now != self._bound:
             raise GraphFileError(f"{self._describe_difference(now)}; {_REMEDY}")
+        self._refuse_hooks(objects[1])
         dtype = autocast_of(self._device)
         if dtype not in (None, self._autocast):
             was = f"with {self._autocast}" if self._autocast else "without it"
@@ -95,6 +97,15 @@ class Guards:
             [[id(each) for each in group] for group in groups],
         )
         return seen, [modules, parameters, *map(list, groups)]
+
+    def _refuse_hooks(self, parameters: list[nn.Parameter | None]) -> None:
+        """Refuse hooks that were added since the capture."""
+        found = describe_step_hooks(self._optimizer)
+        for name, each in zip(self._parameters, parameters, strict=True):
+            if found is None and each is not None:
+                found = describe_gradient_hooks(name, each)
+        if found is not None:
+            raise GraphFileError(found)
 
     def _refuse_orphans(self, now: _Snapshot) -> None:
         """Refuse new parameters in the place of parameters that the optimizer updates."""

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn.modules import batchnorm
 
 from penstock.compat.dispatch import current_modes
 from penstock.compat.fake_tensors import FakeTensor
@@ -127,6 +128,17 @@ def patch_transformers_checks(recorder: Recorder) -> Iterator[None]:
         return not (recorder.is_constant(tensor) or recorder.follows_full_mask(tensor))
 
     with mock.patch.object(library, "is_fake_tensor", is_fake_tensor):
+        yield
+
+
+@contextlib.contextmanager
+def trace_batch_counts(recorder: Recorder) -> Iterator[None]:
+    """Trace the factor of batch norms with `momentum=None`: one over their number of batches."""
+
+    def to_float(value: Any) -> Any:
+        return recorder.trace_count(value) if isinstance(value, FakeTensor) else float(value)
+
+    with mock.patch.object(batchnorm, "float", to_float, create=True):
         yield
 
 

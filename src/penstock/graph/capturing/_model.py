@@ -87,7 +87,16 @@ class InitialPlaces:
 def refuse_lost_changes(
     before: ModuleSnapshot, modules: RunningModules, recorder: Recorder, lines: ProgramLines
 ) -> None:
-    """Raise if the step has changed an attribute that planned steps would not change."""
+    """Raise if the step has changed an attribute that planned steps would not change, or has made a
+    parameter or a buffer, unless a constant one.
+    """
+    for module, key, tensor in before.additions():
+        if isinstance(tensor, nn.Parameter) or not recorder.is_constant(tensor):
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise CaptureError(
+                f"the step makes the {kind} {key!r} of {modules.name_of(module)}, which planned "
+                "steps would not: call the model once before, or register it in __init__"
+            )
     for module, key, then, now in before.changes():
         is_number = isinstance(then, bool | int | float) and isinstance(now, bool | int | float)
         if (is_number and then != now) or id(then) in recorder.outside.used:

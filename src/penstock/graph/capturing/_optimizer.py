@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,11 +15,13 @@ from penstock.errors import CaptureError
 from penstock.graph.capturing._drafts import Draft
 from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.capturing.fake_tensors import FakeTensors
+from penstock.graph.capturing.hooks import describe_step_hooks
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.encoding import CONSTANT, FULL, SCALAR
 from penstock.graph.step_graph import Kind, Phase, TensorView
 
 _SCHEDULED = ("lr", "momentum", "weight_decay", "betas")  # numbers that schedulers change
+_PLAIN = (int, float, str, type(None))  # no flags: what is done once may be noted in one
 
 
 class OptimizerCopy:
@@ -31,7 +34,8 @@ class OptimizerCopy:
             name; None where there is none.
 
     Raises:
-        CaptureError: It needs a closure, has hooks, or a parameter that is not in the model.
+        CaptureError: It needs a closure, has hooks or a `step` of its own, or a parameter that is
+            not in the model.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class OptimizerCopy:
             for parameter in group["params"]
         }
         self._copy = object.__new__(type(optimizer))
-        self._copy.__dict__.update(optimizer.__dict__)
+        self._copy.__dict__.update(
+            {key: _copy_container(value) for key, value in optimizer.__dict__.items()}
+        )
         self._copy.__dict__.pop("step", None)  # a scheduler's wrapper around the original's
         self._copy.param_groups = [
             {**group, "params": [fakes.of(each, "parameter") for each in group["params"]]}
@@ -80,7 +86,9 @@ class OptimizerCopy:
         numbers = {key: dict(state) for key, state in self._python_numbers()}
         self._adopt_hyper_parameters()
         start = len(self._recorder.drafts)
+        before = self._python_state()
         type(self._copy).step(self._copy)
+        self._refuse_changes(before)
         if dict(self._python_numbers()) != numbers:
             raise CaptureError(
                 f"{type(self._optimizer).__name__} counts its steps in Python numbers in its "
@@ -95,6 +103,29 @@ class OptimizerCopy:
             (id(parameter), {k: v for k, v in state.items() if isinstance(v, int | float)})
             for parameter, state in self._copy.state.items()
         ]
+
+    def _python_state(self) -> dict[str, Any]:
+        """Return what `step` may change besides tensors, by name: numbers as they are, and copies
+        of lists and dictionaries of them.
+        """
+        found = {
+            f"optimizer.param_groups[{index}][{key!r}]": value
+            for index, group in enumerate(self._copy.param_groups)
+            for key, value in group.items()
+        }
+        for key, value in vars(self._copy).items():
+            if key not in ("state", "param_groups"):
+                found[f"optimizer.{key}"] = value
+        return {name: _copy_container(each) for name, each in found.items()}
+
+    def _refuse_changes(self, before: dict[str, Any]) -> None:
+        for name, now in self._python_state().items():
+            if name in before and not _is_same(before[name], now):
+                raise CaptureError(
+                    f"{type(self._optimizer).__name__}.step changes {name}, which planned steps "
+                    "would not; keep it in a tensor of the optimizer's state, or change it between "
+                    "steps, as a scheduler does"
+                )
 
     def _record_first_step(self) -> Recorder | None:
         """Let the optimizer make the state that it does not have; None if all state is there."""
@@ -213,6 +244,25 @@ def _choose_implementation(group: dict[str, Any]) -> None:
         group["foreach"] = on_gpu and not isinstance(group.get("lr"), torch.Tensor)
 
 
+def _copy_container(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set, defaultdict) else value
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Return whether a value is the same as before; of containers, their content."""
+    if isinstance(before, torch.SymFloat):
+        return before is now
+    if type(before) in _PLAIN:
+        return before is None or now == before or before != before  # a NaN
+    if type(before) is not type(now):
+        return True
+    if isinstance(before, list | tuple):
+        return len(before) == len(now) and all(map(_is_same, before, now))
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(_is_same(before[key], now[key]) for key in now)
+    return True
+
+
 def _check(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -220,11 +270,8 @@ def _check(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
             f"{kind} calls the model several times a step through a closure, which is not one "
             "course of events; use an optimizer whose step() needs no closure"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise CaptureError(
-            f"the {kind} has hooks around step(), which run Python that a graph does not hold; "
-            "remove them (register_step_pre_hook, register_step_post_hook)"
-        )
+    if (hooks := describe_step_hooks(optimizer)) is not None:
+        raise CaptureError(hooks)
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in names:

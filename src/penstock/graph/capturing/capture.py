@@ -22,6 +22,7 @@ from penstock.graph.capturing._conditions import (
     name_optimizer_in_errors,
     patch_transformers_checks,
     refuse_other_draws,
+    trace_batch_counts,
     trace_random_state,
 )
 from penstock.graph.capturing._graph_builder import build_graph
@@ -214,6 +215,7 @@ class _Tracer:
         with (
             trace_random_state(recorder),
             patch_transformers_checks(recorder),
+            trace_batch_counts(recorder),
             self.modules,
             recorder,
         ):

@@ -93,6 +93,14 @@ class ModuleSnapshot:
                 if key in before and before[key] is not now:
                     yield module, key, before[key], now
 
+    def additions(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Yield parameters and buffers that were not there: module, name, tensor."""
+        for module, _, parameters, buffers in self._modules:
+            for now, then in ((module._parameters, parameters), (module._buffers, buffers)):
+                for key, tensor in now.items():
+                    if tensor is not None and then.get(key) is None:
+                        yield module, key, tensor
+
     def _restore_registered(self) -> None:
         for module, _, parameters, buffers in self._modules:
             _refill(module._parameters, parameters)

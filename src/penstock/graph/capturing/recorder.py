@@ -375,10 +375,27 @@ class Recorder(TorchDispatchMode):
         if tensor.constant is not None:
             with no_dispatch():
                 return func(tensor.constant)
+        module = self._current_module()
         raise error_here(
-            "the program asks for a number that only the data can tell (item(), bool(), float(), "
-            "tolist() or an if on a tensor); a captured step has one course of events: keep the "
-            "number a tensor, as with torch.where, or move this out of the step"
+            f"the program asks{f' in module {module!r}' if module else ''} for a number that only "
+            "the data can tell (item(), bool(), float(), tolist() or an if on a tensor); a "
+            "captured step has one course of events: keep the number a tensor, as with "
+            "torch.where, or move this out of the step"
+        )
+
+    def trace_count(self, tensor: torch.Tensor) -> torch.SymFloat:
+        """Return the number of batches that a buffer has counted, as a traced number.
+
+        Raises:
+            CaptureError: It is on a device, which the step would have to wait for.
+        """
+        with self.pause():
+            if tensor.device.type == "cpu" and self.storages.of(tensor).kind is Kind.BUFFER:
+                return self._record_number(tensor)
+        raise error_here(
+            f"the batch norm {self._current_module()!r} with momentum=None reads its count of "
+            f"batches, which is on {tensor.device.type}, so that the step would wait for it; give "
+            "it a momentum, such as 0.1"
         )
 
     def _record_number(self, tensor: torch.Tensor) -> torch.SymFloat:

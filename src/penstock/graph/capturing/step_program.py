@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import CaptureError
 from penstock.graph.batches import tensors_in
+from penstock.graph.capturing.hooks import describe_gradient_hooks
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.fsdp.capture import FsdpCapture
 from penstock.graph.step_graph import Kind, Phase
@@ -181,11 +183,12 @@ def check_model(model: object) -> None:
                 "not seen; pass the module as it was before"
             )
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if is_lazy(parameter):
             raise CaptureError(
-                f"parameter {name!r} has hooks on its gradient, which run Python that a graph does "
-                "not hold; remove them, or do their work in the loss or in the optimizer"
+                f"parameter {name!r} gets its shape in the first call; call the model once before"
             )
+        if (hooks := describe_gradient_hooks(name, parameter)) is not None:
+            raise CaptureError(hooks)
 
 
 def _is_compiled(module: nn.Module) -> bool:
