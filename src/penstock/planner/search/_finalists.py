@@ -44,6 +44,7 @@ _WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alon
 # tried again, then some now and then.
 _SURVEYED_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
 _NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
+_FAILURES_PER_INTERVAL = 10  # few intervals have few orders, and soon all of them were tried
 _PRIORITY_SHARE = 0.3  # of the time for priorities; the rest is for places one by one
 # Offsets that are placed anew, so many at once; the next ones where one has not become better.
 _NUM_PLACED, _NUM_PLACED_AT_ONCE, _MAX_PLACE_FAILURES = 5, 2, 600
@@ -270,15 +271,20 @@ def improve_offsets(
     found = _improve_priorities(best, choices, arena, deadline=until, random=random)
     waiting = [PlaceSearch(each, arena, random) for each in found[:_NUM_PLACED]]
     places, waiting = waiting[:_NUM_PLACED_AT_ONCE], waiting[_NUM_PLACED_AT_ONCE:]
-    longest = 0.0  # the longest time of a try
+    longest, most = 0.0, _most_failures(_MAX_PLACE_FAILURES, best)  # the longest time of a try
     while places and (now := time.monotonic()) + longest < deadline:
         search = _choose_fast(places, random)
-        if not search.try_places() and search.failures >= _MAX_PLACE_FAILURES:
+        if not search.try_places() and search.failures >= most:
             places = [each for each in places if each is not search] + waiting[:1]
             waiting = waiting[1:]
         best = min(best, search.best, key=lambda one: one[0].seconds)
         longest = max(longest, time.monotonic() - now)
     return best
+
+
+def _most_failures(limit: int, found: Addressed) -> int:
+    """Return the tries in succession that may fail before a search of offsets ends."""
+    return min(limit, _FAILURES_PER_INTERVAL * len(found[1]))
 
 
 def _improve_priorities(
@@ -295,7 +301,8 @@ def _improve_priorities(
     best_of: dict[PrioritySearch, Addressed] = {}
     untried = _searches(choices, arena, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
-    while failures < _MAX_FAILURES and (now := time.monotonic()) + longest < deadline:
+    most = _most_failures(_MAX_FAILURES, given)
+    while failures < most and (now := time.monotonic()) + longest < deadline:
         search = None
         if len(tried) < _NUM_SURVEYED or random.random() < _SHARE_OF_UNTRIED:
             search = next(
