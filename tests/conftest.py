@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 # Before NumPy and torch are imported, which read it then; child processes inherit it.
 if (_num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _num_workers)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # in tests that ask for more threads
 
 # Inductor's code for processors is scalar: to find their vector instructions it compiles a program
 # for each, and starts a process that imports torch.
