@@ -44,7 +44,6 @@ _WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alon
 # tried again, then some now and then.
 _SURVEYED_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.98, 0.94, 0.9, 0.8)
 _NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
-_FAILURES_PER_INTERVAL = 10  # few intervals have few orders, and soon all of them were tried
 _PRIORITY_SHARE = 0.3  # of the time for priorities; the rest is for places one by one
 # Offsets that are placed anew, so many at once; the next ones where one has not become better.
 _NUM_PLACED, _NUM_PLACED_AT_ONCE, _MAX_PLACE_FAILURES = 5, 2, 600
@@ -57,11 +56,12 @@ def offsets_of_fastest(
     deadline: float,
     seed: int,
     tighter: Sequence[SearchCandidate] = (),
+    patience: float = 1.0,
 ) -> Addressed:
     """Return the finalist that is the fastest once it has offsets.
 
     Finalists come the fastest first, and each has its share of the time; `tighter` were found
-    for smaller arenas.
+    for smaller arenas. `patience` is that of `improve_offsets`.
 
     Raises:
         InfeasibleError: None of them has offsets.
@@ -95,7 +95,7 @@ def offsets_of_fastest(
         return best
     near = {id(c.choice): c.choice for c in (*tighter, *finalists[:1])}
     near = [choice for choice in near.values() if choice.seconds < best[0].seconds]
-    return improve_offsets(best, near, arena, deadline=last, seed=seed)
+    return improve_offsets(best, near, arena, deadline=last, seed=seed, patience=patience)
 
 
 def find_offsets(
@@ -257,34 +257,34 @@ def improve_offsets(
     *,
     deadline: float,
     seed: int,
+    patience: float = 1.0,
 ) -> Addressed:
     """Improve offsets, and the choice that they are for, while it helps.
 
     First by `PrioritySearch`, for the given choices, and the same for smaller and smaller arenas;
     the fastest searches have most of the time. Then by `PlaceSearch`.
 
-    Choices have times for which bytes alone were counted; the arena has a lower tier.
+    Choices have times for which bytes alone were counted; the arena has a lower tier. `patience`
+    is the share of the usual failures in succession after which a search ends.
     """
     random = np.random.default_rng(seed)
     now = time.monotonic()
     until = now + max(0.0, deadline - now) * _PRIORITY_SHARE
-    found = _improve_priorities(best, choices, arena, deadline=until, random=random)
+    most = int(_MAX_FAILURES * patience)
+    found = _improve_priorities(
+        best, choices, arena, deadline=until, random=random, most_failures=most
+    )
     waiting = [PlaceSearch(each, arena, random) for each in found[:_NUM_PLACED]]
     places, waiting = waiting[:_NUM_PLACED_AT_ONCE], waiting[_NUM_PLACED_AT_ONCE:]
-    longest, most = 0.0, _most_failures(_MAX_PLACE_FAILURES, best)  # the longest time of a try
+    longest = 0.0  # the longest time of a try
     while places and (now := time.monotonic()) + longest < deadline:
         search = _choose_fast(places, random)
-        if not search.try_places() and search.failures >= most:
+        if not search.try_places() and search.failures >= _MAX_PLACE_FAILURES * patience:
             places = [each for each in places if each is not search] + waiting[:1]
             waiting = waiting[1:]
         best = min(best, search.best, key=lambda one: one[0].seconds)
         longest = max(longest, time.monotonic() - now)
     return best
-
-
-def _most_failures(limit: int, found: Addressed) -> int:
-    """Return the tries in succession that may fail before a search of offsets ends."""
-    return min(limit, _FAILURES_PER_INTERVAL * len(found[1]))
 
 
 def _improve_priorities(
@@ -294,6 +294,7 @@ def _improve_priorities(
     *,
     deadline: float,
     random: np.random.Generator,
+    most_failures: int,
 ) -> list[Addressed]:
     """Return the best of each search, and the given one, the fastest first."""
     given = best
@@ -301,8 +302,7 @@ def _improve_priorities(
     best_of: dict[PrioritySearch, Addressed] = {}
     untried = _searches(choices, arena, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
-    most = _most_failures(_MAX_FAILURES, given)
-    while failures < most and (now := time.monotonic()) + longest < deadline:
+    while failures < most_failures and (now := time.monotonic()) + longest < deadline:
         search = None
         if len(tried) < _NUM_SURVEYED or random.random() < _SHARE_OF_UNTRIED:
             search = next(
