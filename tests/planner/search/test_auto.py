@@ -130,7 +130,7 @@ def test_plans_pass_the_checker(data):
         options["host_bytes"] = data.draw(st.integers(0, most))
     failure = None
     try:
-        plan = planned(graph, seconds, device_bytes, time_limit=0.02, **options)
+        plan = planned(graph, seconds, device_bytes, time_limit=0.05, **options)
     except InfeasibleError as error:
         failure = error
     if failure is not None:  # addresses may need more than the bytes alone
