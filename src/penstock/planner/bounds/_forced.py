@@ -117,11 +117,9 @@ def _recompute_seconds(forced: Forced, remade: np.ndarray) -> np.ndarray:
 def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> Forced:
     """Find the bytes that are live when operators run."""
     num_operators = len(graph.operators)
-    related = relatives(graph)
-    ancestors, descendants = related
+    ancestors, descendants = related = relatives(graph)
     seconds = np.asarray(operator_seconds, dtype=np.float64)
-    here, first_values = np.zeros(num_operators), np.zeros(num_operators)
-    anywhere = np.zeros(num_operators)
+    here, first_values, anywhere = np.zeros((3, num_operators))
     recomputable_bytes: dict[int, np.ndarray] = {}
     costs = recompute_levels(graph, seconds) if recompute else {}
     for value, storage_index in enumerate(graph.storage_of_value):
@@ -138,11 +136,9 @@ def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recomput
         level = costs.get(producer) if producer is not None else None
         if level is not None:
             inside = at.copy()  # operands and results of v are resident
-            inside[list(consumers)] = False
-            inside[producer] = False
-            recomputable_bytes.setdefault(level, np.zeros(num_operators))[inside] += (
-                storage.num_bytes
-            )
+            inside[[*consumers, producer]] = False
+            at_level = recomputable_bytes.setdefault(level, np.zeros(num_operators))
+            at_level[inside] += storage.num_bytes
     shared = np.array([saved_bytes(graph, index) for index in range(num_operators)], dtype=float)
     changed, changed_here = _changed_bytes(graph)
     persistent, constant = _persistent_bytes(graph, recompute=recompute)

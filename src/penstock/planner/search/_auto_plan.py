@@ -38,8 +38,6 @@ _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 _SEARCH_SHARE = 0.65  # of the time; the rest is for offsets
 # Time that offsets take, some ten times over all intervals, on a machine that others use as well.
 _OFFSET_SECONDS_PER_OPERATOR = 1.5e-3
-# Where a descent from the plan follows: share of the tries that may fail to improve its offsets.
-_PATIENCE_BEFORE_DESCENT = 0.15
 _SECONDS_AFTER_CTRL_C = 5.0  # for offsets, where the search was stopped by hand
 # Time of operators on two cores that moving a byte costs, in copies of it by one thread: that copy,
 # and the core that waits for the one which copies. Measured on Llama, 512 wide, at 1/4 of its
@@ -122,8 +120,7 @@ def _search(grid: GridRequest, report: Callable[[float], None]) -> Plan:
         deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_CTRL_C)
     if best is None:
         raise explain_infeasible(grid)
-    patience = _PATIENCE_BEFORE_DESCENT if _can_descend(request) else 1.0
-    find_offsets = functools.partial(offsets_of_fastest, seed=request.seed, patience=patience)
+    find_offsets = functools.partial(offsets_of_fastest, seed=request.seed)
     try:
         choice, offsets = find_offsets(
             search.finalists(), arena, tighter=search.tighter, deadline=deadline
@@ -148,17 +145,12 @@ def _search_deadline(request: PlanRequest) -> float:
     return began + min(left * _SEARCH_SHARE, max(left - for_offsets, left / 2))
 
 
-def _can_descend(request: PlanRequest) -> bool:
-    """Return whether descent is for such a request: one small graph, a budget, and the host."""
-    is_small = len(request.graph.operators) <= MAX_OPERATORS
-    is_host = request.links == ((Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),)
-    return is_small and is_host and request.budget.device_bytes is not None
-
-
 def _descend_from(grid: GridRequest, found: Plan | None) -> Plan | None:
     """Find a better plan of a small graph by descent; None if there is none."""
-    request, budget = grid.request, grid.request.budget
-    if not _can_descend(request):
+    request = grid.request
+    budget, links = request.budget, request.links
+    is_small = len(request.graph.operators) <= MAX_OPERATORS and budget.device_bytes is not None
+    if not is_small or links != ((Link.DEVICE_TO_HOST, Link.HOST_TO_DEVICE),):
         return None
     freedom = request.reorder, request.recompute
     best = found or find_any_plan(request)

@@ -56,12 +56,11 @@ def offsets_of_fastest(
     deadline: float,
     seed: int,
     tighter: Sequence[SearchCandidate] = (),
-    patience: float = 1.0,
 ) -> Addressed:
     """Return the finalist that is the fastest once it has offsets.
 
     Finalists come the fastest first, and each has its share of the time; `tighter` were found
-    for smaller arenas. `patience` is that of `improve_offsets`.
+    for smaller arenas.
 
     Raises:
         InfeasibleError: None of them has offsets.
@@ -95,7 +94,7 @@ def offsets_of_fastest(
         return best
     near = {id(c.choice): c.choice for c in (*tighter, *finalists[:1])}
     near = [choice for choice in near.values() if choice.seconds < best[0].seconds]
-    return improve_offsets(best, near, arena, deadline=last, seed=seed, patience=patience)
+    return improve_offsets(best, near, arena, deadline=last, seed=seed)
 
 
 def find_offsets(
@@ -257,29 +256,24 @@ def improve_offsets(
     *,
     deadline: float,
     seed: int,
-    patience: float = 1.0,
 ) -> Addressed:
     """Improve offsets, and the choice that they are for, while it helps.
 
     First by `PrioritySearch`, for the given choices, and the same for smaller and smaller arenas;
     the fastest searches have most of the time. Then by `PlaceSearch`.
 
-    Choices have times for which bytes alone were counted; the arena has a lower tier. `patience`
-    is the share of the usual failures in succession after which a search ends.
+    Choices have times for which bytes alone were counted; the arena has a lower tier.
     """
     random = np.random.default_rng(seed)
     now = time.monotonic()
     until = now + max(0.0, deadline - now) * _PRIORITY_SHARE
-    most = int(_MAX_FAILURES * patience)
-    found = _improve_priorities(
-        best, choices, arena, deadline=until, random=random, most_failures=most
-    )
+    found = _improve_priorities(best, choices, arena, deadline=until, random=random)
     waiting = [PlaceSearch(each, arena, random) for each in found[:_NUM_PLACED]]
     places, waiting = waiting[:_NUM_PLACED_AT_ONCE], waiting[_NUM_PLACED_AT_ONCE:]
     longest = 0.0  # the longest time of a try
     while places and (now := time.monotonic()) + longest < deadline:
         search = _choose_fast(places, random)
-        if not search.try_places() and search.failures >= _MAX_PLACE_FAILURES * patience:
+        if not search.try_places() and search.failures >= _MAX_PLACE_FAILURES:
             places = [each for each in places if each is not search] + waiting[:1]
             waiting = waiting[1:]
         best = min(best, search.best, key=lambda one: one[0].seconds)
@@ -294,7 +288,6 @@ def _improve_priorities(
     *,
     deadline: float,
     random: np.random.Generator,
-    most_failures: int,
 ) -> list[Addressed]:
     """Return the best of each search, and the given one, the fastest first."""
     given = best
@@ -302,7 +295,7 @@ def _improve_priorities(
     best_of: dict[PrioritySearch, Addressed] = {}
     untried = _searches(choices, arena, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
-    while failures < most_failures and (now := time.monotonic()) + longest < deadline:
+    while failures < _MAX_FAILURES and (now := time.monotonic()) + longest < deadline:
         search = None
         if len(tried) < _NUM_SURVEYED or random.random() < _SHARE_OF_UNTRIED:
             search = next(

@@ -189,4 +189,4 @@ class ResidencySearch:
 
     def _key(self, shares: np.ndarray) -> bytes:
         """Return a key of the evictions of a profile: equal where these are chosen for the same."""
-        return hashlib.blake2b(self._target(shares), digest_size=16).digest()
+        return hashlib.blake2b(self._target(shares).tobytes(), digest_size=16).digest()
