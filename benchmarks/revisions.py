@@ -2,16 +2,20 @@
 
     PENSTOCK_DATA=/data python benchmarks/revisions.py 1acd486 HEAD
     python benchmarks/revisions.py 1acd486 HEAD --topics capture unified --rounds 5
+    python benchmarks/revisions.py 1acd486 HEAD --topics offload --part 1 --rounds 1 --keep FOLDER
 
 Both revisions are checked out beside each other, and each runs its own benchmarks, cut short, on
 its own source. Rounds alternate: before and after, then after and before. A row is the median over
 the rounds of what a benchmark calls its median; its arm is named by the revision. Arms of others
 (eager, PyG, `index_select`) are kept, too: where they differ as ours do, it was the machine. A
-benchmark that only the revision before cannot run is printed and has no rows.
+benchmark that only the revision before cannot run is printed and has no rows. With `--keep`, rows
+of rounds stay in a folder, and a later call for the same commits goes on from them: so rounds fit
+into the times at which a machine is quiet.
 """
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -54,17 +58,21 @@ def main() -> None:
     parser.add_argument("after", nargs="?", default="HEAD", help="a commit")
     parser.add_argument("--topics", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--part", type=int, help="only this benchmark of each topic, from 0 on")
+    parser.add_argument("--keep", type=Path, help="where rows of rounds stay, and lie from before")
     options = parser.parse_args()
     if options.dry_run:
         announce((topic, arm) for topic in options.topics for arm in ORDER)
         return
     with tempfile.TemporaryDirectory() as folder:
         trees = {name: Path(folder, name) for name in ORDER}
+        commits = {name: git("rev-parse", "--short", getattr(options, name)) for name in ORDER}
+        rounds = (options.keep or Path(folder, "rounds")) / "-".join(commits.values())
         try:
             for name, tree in trees.items():
-                git("worktree", "add", "--detach", str(tree), getattr(options, name))
+                git("worktree", "add", "--detach", str(tree), commits[name])
             for topic in options.topics:
-                pairs = compare(topic, trees, options, Path(folder))
+                pairs = compare(topic, trees, options, rounds)
                 if not pairs:
                     raise SystemExit(f"{topic}: no case has rows of both revisions")
                 for pair in pairs:
@@ -75,30 +83,42 @@ def main() -> None:
                 git("worktree", "remove", "--force", str(tree))
 
 
-def git(*arguments: str) -> None:
+def git(*arguments: str) -> str:
     command = ["git", "-C", str(REPOSITORY), *arguments]
-    subprocess.run(command, check=True, capture_output=True)
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def compare(
-    topic: str, trees: dict[str, Path], options: argparse.Namespace, folder: Path
+    topic: str, trees: dict[str, Path], options: argparse.Namespace, rounds: Path
 ) -> list[tuple[BenchmarkRow, BenchmarkRow]]:
-    """Run a topic on both revisions in alternating order; return their rows, case by case."""
+    """Run a topic on both revisions in alternating order; return their rows, case by case.
+
+    `rounds` receives the rows of each round, in a folder of its own once the round is over.
+    """
+    for part, command in enumerate(COMMANDS[topic]):
+        if options.part in (None, part):
+            for _ in range(options.rounds):
+                run_round(command, trees, rounds / f"{topic}-{part}", options.device)
     found = {name: defaultdict(list) for name in trees}
-    for number in range(options.rounds):
-        for name in ORDER if number % 2 == 0 else ORDER[::-1]:
-            out = folder / f"{topic}-{name}-{number}"
-            for command in COMMANDS[topic]:
-                run(command, trees[name], out, options.device)
-            for path in out.rglob("*.json"):
-                for row in read_rows(path):
-                    found[name][row.topic, row.case, row.arm].append(row)
+    for name in trees:
+        for path in sorted(rounds.glob(f"{topic}-*/[0-9]*/{name}/**/*.json")):
+            for row in read_rows(path):
+                found[name][row.topic, row.case, row.arm].append(row)
     before, after = found["before"], found["after"]
     return [
         (summary(before[key], "before"), summary(after[key], "after", before[key]))
         for key in before
         if key in after
     ]
+
+
+def run_round(command: list[str], trees: dict[str, Path], rounds: Path, device: str) -> None:
+    """Run a benchmark once on each revision; a round that is stopped leaves no rows."""
+    number = len(list(rounds.glob("[0-9]*")))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ORDER if number % 2 == 0 else ORDER[::-1]:
+            run(command, trees[name], Path(folder, name), device)
+        shutil.copytree(folder, rounds / f"{number:03}")
 
 
 def run(command: list[str], tree: Path, out: Path, device: str) -> None:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 # Before NumPy and torch are imported, which read it then; child processes inherit it.
 if (_num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _num_workers)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # in tests that ask for more threads
 
 # Inductor's code for processors is scalar: to find their vector instructions it compiles a program
 # for each, and starts a process that imports torch.
@@ -28,6 +30,7 @@ import numpy as np
 import pytest
 
 import fork_servers
+import rewritten_tests
 
 if TYPE_CHECKING:
     from simulated_cuda import SimulatedCuda
@@ -242,15 +245,19 @@ def _every_plan_has_two_judges() -> None:
     from penstock.planner._replay import Replay
 
     make, replay = api._plan_whole_or_split, Replay.run
+    right = weakref.WeakValueDictionary()  # plans of whole graphs that need no second judgement
 
     def plan_and_judge(request, *args, **kwargs):
         plan = make(request, *args, **kwargs)
         if wrong := judge(request.graph, plan):
             pytest.fail(f"a plan that was made is wrong: {wrong}")
+        right[id(plan)] = plan
         return plan
 
     def replay_and_judge(self: Replay) -> None:
-        wrong = judge(self.graph, self.plan, is_planned_graph=True)
+        wrong = None
+        if right.get(id(self.plan)) is not self.plan or self.plan.graph_digest != self.graph.digest:
+            wrong = judge(self.graph, self.plan, is_planned_graph=True)
         error = None
         try:
             replay(self)
@@ -275,8 +282,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     """Let pass what torch 2.11 says of sparse tensors whose invariants are checked, too.
 
-    One process, of those of a run, starts the fork servers (see `fork_servers.py`). Collecting
-    makes hundreds of thousands of objects and next to no cycles: looking for these takes seconds.
+    One process, of those of a run, starts the fork servers (see `fork_servers.py`), and rewrites
+    assertions before the workers would each do that (`rewritten_tests.py`). Collecting makes
+    hundreds of thousands of objects and next to no cycles: looking for these takes seconds.
     """
     gc.disable()
     is_worker = hasattr(config, "workerinput")
@@ -284,6 +292,8 @@ def pytest_configure(config: pytest.Config) -> None:
         servers = fork_servers.ForkServers()
         os.environ[fork_servers.VARIABLE] = str(servers.directory)
         config.add_cleanup(servers.close)
+    if not is_worker and getattr(config.option, "numprocesses", None):
+        rewritten_tests.rewrite_all(config, rewritten_tests.list_tests(config))
     if fork_servers.VARIABLE in os.environ:  # for processes that a test spawns
         multiprocessing.set_executable(fork_servers.find_python("torch"))
     if metadata.version("torch").startswith("2.11."):

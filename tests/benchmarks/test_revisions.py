@@ -1,11 +1,12 @@
 """Revisions are compared by medians over rounds; a slower one is named only beyond the spread."""
 
+import argparse
 import contextlib
 
 import pytest
 
 import revisions
-from _rows import BenchmarkRow
+from _rows import BenchmarkRow, write_rows
 
 
 def rows(*seconds):
@@ -50,3 +51,26 @@ def test_what_fails_is_named(name, tmp_path, capsys):
     assert ("x.py --quick failed in before:\nno such model" in capsys.readouterr().err) == (
         name == "before"
     )
+
+
+def test_rounds_go_on_in_a_later_call(tmp_path, monkeypatch):
+    """Alternating, and without those that were stopped."""
+    ran = []
+
+    def run(command, tree, out, device):
+        ran.append(tree.name)
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        write_rows(rows(float(len(ran))), out)
+
+    monkeypatch.setattr(revisions, "run", run)
+    monkeypatch.setitem(revisions.COMMANDS, "capture", [["none.py"], ["capture.py"]])
+    trees = {name: tmp_path / name for name in revisions.ORDER}
+    options = argparse.Namespace(rounds=1, part=1, device="cpu")
+    for number in range(3):
+        with pytest.raises(KeyboardInterrupt) if number == 1 else contextlib.nullcontext():
+            revisions.compare("capture", trees, options, tmp_path / "rounds")
+    ((before, after),) = revisions.compare("capture", trees, options, tmp_path / "rounds")
+    assert ran == ["before", "after", "after", "before", "after", "before", "before", "after"]
+    assert (before.num_repetitions, before.median_seconds) == (3, 6.0)
+    assert (after.num_repetitions, after.median_seconds) == (3, 5.0)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import penstock
+from fork_servers import find_python
 from kv_models import assert_same, generate, make_model, make_prompt
 from penstock.errors import (
     CapacityError,
@@ -45,7 +46,7 @@ def child(store: Path, what: str) -> Iterator[subprocess.Popen[str]]:
     """A process in the middle of something, once it has said that it is."""
     search = [str(Path(penstock.__file__).parents[1]), str(Path(__file__).parent)]
     process = subprocess.Popen(
-        [sys.executable, search[1] + "/interrupted_process.py", str(store), what],
+        [find_python("libraries"), search[1] + "/interrupted_process.py", str(store), what],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -98,7 +99,7 @@ def test_interrupts_at_any_moment(what: str, store: Path):
 
     numbers, main = random.Random(3), threading.main_thread().ident
     assert main is not None
-    model, prompt = make_model("llama"), make_prompt(500 if what == "prefill" else 60)
+    model, prompt = make_model("llama"), make_prompt(250 if what == "prefill" else 60)
     num_new = 3 if what == "prefill" else 12
     theirs = generate(model, prompt, num_new)
     begin = time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import penstock
+from fork_servers import find_python
 from kv_models import assert_same, cache_bytes, generate, make_model, make_prompt
 from penstock.errors import PenstockError, PrefixFileError
 
@@ -56,7 +56,13 @@ def other_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     search = [str(Path(penstock.__file__).parents[1]), str(Path(__file__).parent)]
     processes = [
         subprocess.Popen(
-            [sys.executable, search[1] + "/prefix_process.py", str(directory), name, *KINDS],
+            [
+                find_python("libraries"),
+                search[1] + "/prefix_process.py",
+                str(directory),
+                name,
+                *KINDS,
+            ],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,

@@ -72,7 +72,8 @@ def serve(address: str, libraries: list[str]) -> Request:
                     return request
                 for file in request.received:
                     os.close(file)
-                connection.send(str(process).encode())
+                with contextlib.suppress(OSError):  # the launcher was killed meanwhile
+                    connection.send(str(process).encode())
                 running[process] = connection, os.pidfd_open(process)
                 selector.register(running[process][1], selectors.EVENT_READ, process)
                 selector.register(connection, selectors.EVENT_READ, -process)

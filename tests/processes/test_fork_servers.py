@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fork_servers import find_python
+from fork_servers import ForkServers, find_python
 
 pytestmark = pytest.mark.skipif(
     find_python("torch") == sys.executable, reason="no fork server runs here"
@@ -147,3 +147,21 @@ def test_signals_reach_the_process(number):
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < deadline, "the process has survived its launcher"
         time.sleep(0.01)
+
+
+def test_a_server_outlives_a_launcher_that_was_killed_before_its_answer():
+    servers = ForkServers({"plain": []})
+    try:
+        (server,) = servers.processes
+        command = [str(servers.directory / "plain"), "-c", "print(1)"]
+        server.send_signal(signal.SIGSTOP)
+        launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        time.sleep(1.0)  # until it has asked and waits
+        launcher.kill()
+        launcher.wait()
+        server.send_signal(signal.SIGCONT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "1\n"
+        assert server.poll() is None
+    finally:
+        servers.close()

@@ -16,12 +16,14 @@ from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.memory import Link, LinkProfile
 from penstock.planner import Bound, Budget, check, min_working_set
+from penstock.planner._request import LinkRates
 from penstock.planner.bounds import operator_bytes
 from penstock.planner.packing._pack import pack
 from penstock.planner.search import _auto, _offsets
 from penstock.planner.search._auto import AutoSearch
 from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._problem import GreedyWeights, Problem
+from penstock.planner.search._residency import Arena, LowerTiers, ResidencySearch
 from penstock.planner.search._sequence import OperatorSequence
 
 FILE_LINKS = [(Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE)]
@@ -382,3 +384,21 @@ def test_an_arena_for_one_operator_and_little_more_is_searched_as_tight_as_that(
     check(graph, planned(graph, seconds, device_bytes, time_limit=2.0))
     assert (least if share > 0.95 else int(device_bytes * 0.95)) in found
     assert share > 0.95 or least not in found
+
+
+def test_no_evictions_are_chosen_twice_for_the_same_bytes(monkeypatch):
+    """Where an operator needs more than a profile leaves, and where no operator is in a part."""
+    graph = chain_step(4, weight_bytes=4096, activation_bytes=65536)
+    sequence = program(graph, [1.0] * len(graph.operators))
+    lower = LowerTiers((LinkRates(2.0**12, 2.0**12),))
+    search = ResidencySearch(sequence, Arena(int(sequence.base.max()) * 2 // 3, lower))
+    best, asked, at = search.quick(), [], search.at
+
+    def note(shares):
+        asked.append(search._target(shares).tobytes())
+        return at(shares)
+
+    monkeypatch.setattr(search, "at", note)
+    search.refine(best, deadline=time.monotonic() + 60, on_better=lambda _: None)
+    assert len(set(asked)) == len(asked) > 10
+    assert search._target(best.shares).tobytes() not in asked

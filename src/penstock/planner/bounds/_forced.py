@@ -117,28 +117,17 @@ def _recompute_seconds(forced: Forced, remade: np.ndarray) -> np.ndarray:
 def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> Forced:
     """Find the bytes that are live when operators run."""
     num_operators = len(graph.operators)
-    ancestors, descendants = relatives(graph)
+    ancestors, descendants = related = relatives(graph)
     seconds = np.asarray(operator_seconds, dtype=np.float64)
-    here, first_values = np.zeros(num_operators), np.zeros(num_operators)
-    anywhere = np.zeros(num_operators)
+    here, first_values, anywhere = np.zeros((3, num_operators))
     recomputable_bytes: dict[int, np.ndarray] = {}
     costs = recompute_levels(graph, seconds) if recompute else {}
-    every_operator = np.full(ancestors.shape[1], 255, dtype=np.uint8)
     for value, storage_index in enumerate(graph.storage_of_value):
         storage = graph.storages[storage_index]
         if not storage.num_bytes:
             continue
         producer, consumers = graph.producers[value], graph.consumers[value]
-        later = np.zeros_like(every_operator)
-        for consumer in consumers:
-            later |= ancestors[consumer]
-        if storage.final == value and not storage.persistent:
-            later = every_operator  # it has to be there at the end
-        live = later & (every_operator if producer is None else descendants[producer])
-        at = np.unpackbits(live, count=num_operators).astype(bool)
-        at[list(consumers)] = True
-        if producer is not None:
-            at[producer] = True
+        at = _forced_at(graph, value, related)
         here[at] += storage.num_bytes
         if not storage.persistent:
             anywhere[at] += storage.num_bytes
@@ -147,11 +136,9 @@ def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recomput
         level = costs.get(producer) if producer is not None else None
         if level is not None:
             inside = at.copy()  # operands and results of v are resident
-            inside[list(consumers)] = False
-            inside[producer] = False
-            recomputable_bytes.setdefault(level, np.zeros(num_operators))[inside] += (
-                storage.num_bytes
-            )
+            inside[[*consumers, producer]] = False
+            at_level = recomputable_bytes.setdefault(level, np.zeros(num_operators))
+            at_level[inside] += storage.num_bytes
     shared = np.array([saved_bytes(graph, index) for index in range(num_operators)], dtype=float)
     changed, changed_here = _changed_bytes(graph)
     persistent, constant = _persistent_bytes(graph, recompute=recompute)
@@ -166,6 +153,23 @@ def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recomput
         ancestors=ancestors,
         descendants=descendants,
     )
+
+
+def _forced_at(graph: StepGraph, value: int, related: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Return for each operator whether a value is live when it runs, in any order.
+
+    It is where its producer runs, where its consumers do, and in between.
+    """
+    ancestors, descendants = related
+    producer, consumers = graph.producers[value], list(graph.consumers[value])
+    storage = graph.storages[graph.storage_of_value[value]]
+    later = np.bitwise_or.reduce(ancestors[consumers], axis=0)  # of no consumer: nothing
+    if storage.final == value and not storage.persistent:
+        later = np.full_like(later, 255)  # it has to be there at the end
+    live = later if producer is None else later & descendants[producer]
+    at = np.unpackbits(live, count=len(graph.operators)).astype(bool)
+    at[consumers if producer is None else [*consumers, producer]] = True
+    return at
 
 
 def _changed_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ where, is searched: a profile of shares over the step, coarse to fine.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,8 +98,7 @@ class ResidencySearch:
                 return None
             evicted, tier = np.zeros(len(sequence.hole_object), np.uint8), None
         else:
-            target = np.maximum((self.capacity * shares).astype(np.int64), sequence.working_set)
-            chosen = self._evict(target, self.lower)
+            chosen = self._evict(self._target(shares), self.lower)
             if chosen is None:
                 return None
             evicted, tier = chosen
@@ -114,6 +114,10 @@ class ResidencySearch:
         return EvictionChoice(
             sequence, evicted, replay, shares, tier, self._interference(evicted, tier)
         )
+
+    def _target(self, shares: np.ndarray) -> np.ndarray:
+        """Return for each position the bytes for which evictions are chosen."""
+        return np.maximum((self.capacity * shares).astype(np.int64), self.sequence.working_set)
 
     def _interference(self, evicted: np.ndarray, tier: np.ndarray | None) -> float:
         if self.lower is None or not any(self.lower.interference):
@@ -160,7 +164,7 @@ class ResidencySearch:
         elapsed = np.cumsum(self.sequence.problem.operator_seconds[self.sequence.order])
         if self.lower is None or not best.evicted.any() or not elapsed[-1] > 0:
             return
-        num_segments = 1
+        num_segments, tried = 1, {self._key(best.shares)}
         while num_segments <= _MAX_SEGMENTS:
             segment = np.minimum(
                 (elapsed / elapsed[-1] * num_segments - 1e-9).astype(np.int64), num_segments - 1
@@ -173,9 +177,16 @@ class ResidencySearch:
                         return
                     shares = best.shares.copy()
                     shares[inside] = share
+                    if (key := self._key(shares)) in tried:
+                        continue
+                    tried.add(key)
                     found = self.at(shares)
                     if found is not None and found.seconds < best.seconds * (1 - 1e-9):
                         best, improved = found, True
                         on_better(best)
             if not improved or num_segments == 1:
                 num_segments *= 2
+
+    def _key(self, shares: np.ndarray) -> bytes:
+        """Return a key of the evictions of a profile: equal where these are chosen for the same."""
+        return hashlib.blake2b(self._target(shares).tobytes(), digest_size=16).digest()

@@ -18,14 +18,15 @@ class OffsetAssignment {
   // first: in the smallest piece, or by size. AGAIN: what has an offset keeps it, and the others come by
   // their priorities, each in the smallest piece.
   enum Strategy : i32 { LOW, HIGH, TIGHT, BY_SIZE, FULLEST_TIGHT, FULLEST_BY_SIZE, AGAIN };
-  static constexpr i32 NUM_MOMENTS = 512;
+  // Parts of a step: about as many as intervals, so that an interval is noted in few of them.
+  static constexpr i32 FEWEST_MOMENTS = 8, MOST_MOMENTS = 512;
   static constexpr i64 kTinyShare = 256;  // this part of the arena is for tiny intervals
 
   OffsetAssignment(Interval* intervals, i32 num_intervals, i32 num_positions, i64 capacity, i64 large_bytes, i32 fullest,
            double step_seconds, i32 strategy, const double* priority)
       : intervals_(intervals), num_intervals_(num_intervals), n_(num_positions), capacity_(capacity), large_bytes_(large_bytes),
-        fullest_(fullest), step_(step_seconds), strategy_(strategy), priority_(priority), least_occupied_(find_least_occupied()), resident_(NUM_MOMENTS),
-        beginning_(NUM_MOMENTS),
+        fullest_(fullest), step_(step_seconds), strategy_(strategy), priority_(priority), least_occupied_(find_least_occupied()),
+        num_moments_(std::clamp(num_intervals, FEWEST_MOMENTS, MOST_MOMENTS)), resident_(num_moments_), beginning_(num_moments_),
         seen_(num_intervals, 0) {}
 
   // Returns for each position the bytes that its largest free piece lacks for an interval without a place.
@@ -273,16 +274,16 @@ class OffsetAssignment {
     return near_;
   }
 
-  bool is_long(const Interval& it) const { return !(it.until - it.from < step_ * (1 - 1.0 / NUM_MOMENTS)); }
+  bool is_long(const Interval& it) const { return !(it.until - it.from < step_ * (1 - 1.0 / num_moments_)); }
 
   // Visits the parts of a step that an interval overlaps, its transfers included.
   template <class Visit>
   void for_each_moment(const Interval& it, Visit visit) const {
-    const double part = step_ / NUM_MOMENTS;
+    const double part = step_ / num_moments_;
     const i64 first = static_cast<i64>(std::floor(it.from / part));
     const i64 last = static_cast<i64>(std::floor(it.until / part));
     for (i64 moment = first; moment <= last; ++moment)
-      visit(static_cast<i32>((moment % NUM_MOMENTS + NUM_MOMENTS) % NUM_MOMENTS), moment == first);
+      visit(static_cast<i32>((moment % num_moments_ + num_moments_) % num_moments_), moment == first);
   }
 
   // A place that may be used, after a wait.
@@ -401,6 +402,7 @@ class OffsetAssignment {
   i32 strategy_;
   const double* priority_;  // of each interval: added to its fullness; may be null
   double least_occupied_;
+  i32 num_moments_;
   std::vector<double> fullness_;
   std::vector<i32> placed_;
   // Placed intervals by part of the step, and by their first part; those of a whole step; the addresses
