@@ -219,14 +219,17 @@ def assemble(search: SplitSearch, best: FoundSplit, seed: int) -> Partition:
         lower_bound_bytes=0,
         step_seconds=compute_seconds + exchange_seconds,
         exchange_seconds=exchange_seconds,
-        frontier=find_frontier(search.candidates),
+        frontier=(),
         unknown=_list_unknown(model),
         machine=machine,
         seed=seed,
         notes={"num_candidates": len(search.candidates), "origin": best.origin},
     )
     peak = find_peak(graph, found)
-    return found if peak is None else dataclasses.replace(found, peak_device_bytes=peak)
+    peak = best.peak_bytes if peak is None else peak
+    return dataclasses.replace(
+        found, peak_device_bytes=peak, frontier=find_frontier(search, best, peak)
+    )
 
 
 def _list_unknown(model: Model) -> dict[str, int]:
@@ -268,11 +271,31 @@ def list_collectives(model: Model, step: StepSplit) -> Iterable[Collective]:
                 )
 
 
-def find_frontier(candidates: list[FoundSplit]) -> tuple[FrontierPoint, ...]:
-    """Return the candidates that no other beats in memory and exchange, the smallest first."""
+def find_frontier(search: SplitSearch, best: FoundSplit, peak: int) -> tuple[FrontierPoint, ...]:
+    """Return the candidates that no other beats in memory and exchange, the smallest first.
+
+    Args:
+        search: The search.
+        best: A candidate that was chosen. What would fit in its place and exchanges less was tried
+            and did not fit with all copies: it is left out.
+        peak: Bytes that its rank needs; those of others are taken to be in the same ratio to what
+            the search counts.
+
+    Exchange is compared as it is weighted by its links.
+    """
+    ratio = peak / max(1, best.peak_bytes)
     found: list[FrontierPoint] = []
-    for each in sorted(candidates, key=lambda each: (each.peak_bytes, each.exchanged_bytes)):
-        exchanged = round(each.exchanged_bytes)
-        if not found or exchanged < found[-1].exchanged_bytes:
-            found.append(FrontierPoint(each.peak_bytes, exchanged, each.step.mesh.sizes))
+    least = math.inf
+    for each in sorted(search.candidates, key=lambda each: (each.peak_bytes, each.weighted_bytes)):
+        num_bytes = round(each.peak_bytes * ratio)
+        is_refused = (
+            search.budget is not None
+            and peak <= search.budget
+            and num_bytes <= search.budget
+            and each.weighted_bytes < best.weighted_bytes
+        )
+        if not is_refused and round(each.weighted_bytes) < least:
+            least = round(each.weighted_bytes)
+            exchanged = round(each.exchanged_bytes)
+            found.append(FrontierPoint(num_bytes, exchanged, each.step.mesh.sizes))
     return tuple(found)
