@@ -15,7 +15,7 @@ from _networks import make_network, random_network
 from penstock.errors import GraphFileError, InfeasibleError, PlanError
 from penstock.graph import StepGraph
 from penstock.memory import MachineProfile, machine
-from penstock.partitioner import Partition, check, partition
+from penstock.partitioner import Partition, _elimination, check, partition
 from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
 from penstock.partitioner._flat import solve_flat
 from penstock.partitioner._fold import find_groups
@@ -68,6 +68,42 @@ def compare(seed: int) -> bool:
 def test_random_steps_are_split_as_brute_force_does():
     results = [compare(seed) for seed in RANDOM_SEEDS]
     assert sum(results) >= math.ceil(0.95 * len(RANDOM_SEEDS))
+
+
+@pytest.mark.skipif(not can_solve(), reason="needs highspy")
+@pytest.mark.parametrize("budget", [None, 10**12])
+def test_where_states_are_too_many_a_loose_budget_is_solved_by_the_integer_program(
+    budget: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_elimination, "MOST_STATES", 16)
+    monkeypatch.setattr(_elimination, "_MOST_EARLY_STATES", 16)
+    graph = random_network(0)
+    axes = find_axes(graph)
+    model = Model(graph, axes, find_groups(graph, axes, fold=False))
+    optimum = solve_flat(model, make_mesh((3,), MACHINE), budget)
+    found = []
+    for solves_programs in (False, True):
+        search = SplitSearch(model, MACHINE, budget, solves_programs=solves_programs)
+        search.run(3)
+        best = search.best()
+        assert best is not None
+        found.append(best.cost)
+    assert found[0] > optimum.cost * 1.1
+    assert found[1] == pytest.approx(optimum.cost)
+
+
+@pytest.mark.parametrize("seed", [3, 8, 11])
+def test_nothing_on_the_frontier_within_the_budget_exchanges_less(seed: int):
+    graph = random_network(seed)
+    for share in (0.4, 0.7, 1.0):
+        points = plan(graph, 4).frontier
+        budget = int(points[0].peak_device_bytes * 1.05 ** (20 * share))
+        try:
+            found = plan(graph, 4, budget)
+        except InfeasibleError:
+            continue
+        within = [each for each in found.frontier if each.peak_device_bytes <= budget]
+        assert found.exchanged_bytes == min(each.exchanged_bytes for each in within)
 
 
 def plan(
