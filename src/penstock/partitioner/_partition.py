@@ -46,7 +46,8 @@ class FrontierPoint(NamedTuple):
     """A partition that no other found beats in both memory and exchange.
 
     Attributes:
-        peak_device_bytes: Of the fullest rank.
+        peak_device_bytes: Of the fullest rank, as the search counts it, in the ratio to what a rank's
+            own step needs that the chosen partition has.
         exchanged_bytes: Received by a rank in a step.
         mesh: Ranks of each level.
     """
