@@ -51,7 +51,7 @@ class Traffic(NamedTuple):
     extra_bytes: int
 
 
-class Exchange(NamedTuple):
+class ExchangeCost(NamedTuple):
     """Exchange of a split step.
 
     Attributes:
@@ -237,7 +237,7 @@ class Model:
             assert found is not None, "the search allows only placements that can be reached"
             yield use, found
 
-    def exchange(self, step: StepSplit) -> Exchange:
+    def exchange(self, step: StepSplit) -> ExchangeCost:
         """Return the bytes that a rank receives, and what they cost."""
         total, weighted, work = 0.0, 0.0, 0.0
         for group, members in enumerate(self.groups.operators):
@@ -246,7 +246,7 @@ class Model:
                 for move in traffic.moves:
                     total += len(members) * move.num_bytes
                     weighted += len(members) * move.num_bytes * step.mesh.weights[move.level]
-        return Exchange(total, weighted, weighted + work)
+        return ExchangeCost(total, weighted, weighted + work)
 
     def repeated_work(self, members: Sequence[int], split: Split, mesh: Mesh) -> float:
         """Return the cost of the work that more than one rank does, in bytes exchanged."""
