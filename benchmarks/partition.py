@@ -2,6 +2,7 @@
 
     python benchmarks/partition.py                          # all models; an hour
     python benchmarks/partition.py --models wresnet-50-4 lstm-6-4k --time-limit 20
+    python benchmarks/partition.py --part search --models llama-70b   # seconds of one search
     python benchmarks/partition.py --part table             # what the rows say
 
 Models: Tofu's table (Wang, Huang, Li, EuroSys 2019: wide ResNets of width 4 to 10, LSTMs of 6 to 10
@@ -14,7 +15,9 @@ is `penstock.partition`, with as much memory as the arm it is compared with. Eve
 `check`.
 
 Values are bytes that a rank receives in a step: counted, not measured. The limit of a row of `auto`
-is the arm's exchange at the same memory.
+is the arm's exchange at the same memory. Searches may run beside other work: `search_cpu_seconds`
+are those of the processor. `--part search` measures the seconds of one search, on a quiet machine,
+within the memory of a device.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ TOPIC = "partition"
 MACHINE = machine("h100-80gb")
 FLAT = "flat"
 ARMS = ("batch", "fsdp", "tensor", "chop", "greedy", FLAT)
+DEVICE_MEMORY = "80GiB"
 _FLAT_SECONDS = 60.0
 _RESNET_BATCH, _LSTM_BATCH = 32, 512  # of all devices together
 _RESNET_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -140,6 +144,35 @@ def run(model: str, time_limit: float) -> list[BenchmarkRow]:
     return rows
 
 
+def run_search(model: str, time_limit: float) -> BenchmarkRow:
+    """The row of one search within the memory of a device, timed without `check`."""
+    case = MODELS[model]
+    graph = with_workspace(case.make(), "cuda")
+    began = time.monotonic()
+    found = partition(
+        graph,
+        devices=case.devices,
+        device_memory=DEVICE_MEMORY,
+        machine=MACHINE,
+        time_limit=time_limit,
+    )
+    seconds = time.monotonic() - began
+    check(graph, found)
+    row = _row(model, f"auto, {DEVICE_MEMORY}", found, seconds)
+    return dataclasses.replace(
+        row,
+        median_seconds=seconds,
+        quartiles_seconds=(seconds, seconds),
+        limit=Limit(name="search", value=60.0, unit="s"),
+        limit_fraction=seconds / 60.0,
+        extra={
+            **{name: each for name, each in row.extra.items() if name != "search_cpu_seconds"},
+            "times": "measured",
+            "step_seconds": found.step_seconds,
+        },
+    )
+
+
 def _partition(
     graph: StepGraph, devices: int, budget: int | None, time_limit: float, method: str
 ) -> Partition:
@@ -187,6 +220,7 @@ def _row(
             "mesh": "x".join(map(str, found.mesh)),
             "lower_bound_bytes": found.lower_bound_bytes,
             "search_cpu_seconds": seconds,
+            "exchange_seconds": found.exchange_seconds,
             "times": "predicted",
             **({"is_proved": found.notes["is_proved"]} if "is_proved" in found.notes else {}),
         },
@@ -201,7 +235,7 @@ def print_table(rows: list[BenchmarkRow]) -> None:
         peak = row.peak_bytes["device"] / 1e9
         ratio = "" if row.limit_fraction is None else f"{row.limit_fraction:5.2f}"
         print(f"{row.case:24} {row.arm:24} {peak:9.2f} GB held {exchanged:9.2f} GB moved {ratio}")
-        if row.limit is not None and row.limit_fraction:
+        if row.limit is not None and row.limit.unit == "B" and row.limit_fraction:
             ratios.setdefault(row.limit.name, []).append(row.limit_fraction)
     for arm, each in ratios.items():
         mean = math.exp(sum(map(math.log, each)) / len(each))
@@ -213,7 +247,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--time-limit", type=float, default=60.0)
-    parser.add_argument("--part", choices=("run", "table"), default="run")
+    parser.add_argument("--part", choices=("run", "search", "table"), default="run")
     options = parser.parse_args()
     if options.part == "table":
         print_table(read_rows(results_file(environment("cpu")["device_name"], TOPIC, options.out)))
@@ -222,7 +256,8 @@ def main() -> None:
         announce((model, arm) for model in options.models for arm in (*ARMS, "auto"))
         return
     for model in options.models:
-        rows = run(model, options.time_limit)
+        limit = options.time_limit
+        rows = [run_search(model, limit)] if options.part == "search" else run(model, limit)
         write_rows(rows, options.out)
         print_table(rows)
 

@@ -92,6 +92,8 @@ CASES = [
     Case("cat.default", ([X, X], -1), "ab"),
     Case("cat.default", ([X, X],), "bc"),
     Case("cat.default", ([floats(0), X], -2), "ac"),
+    Case("stack.default", ([X, X], -2), "abc"),
+    Case("stack.default", ([X, X],), "abc"),
     Case("slice_backward.default", (X, [4, 6, 16], 2, 0, 8, 1), "ab"),
     Case("select_backward.default", (X, [4, 3, 6, 8], 1, 2), "acd"),
     Case("sum.dim_IntList", (X, [0, 1], True), "abc"),
@@ -109,6 +111,13 @@ CASES = [
         "native_batch_norm_backward.default",
         (IMAGE, IMAGE, *(floats(4),) * 5, True, 1e-5, [True, True, True]),
         "ncab",
+    ),
+    Case("native_group_norm.default", (IMAGE, floats(4), floats(4), 4, 4, 64, 2, 1e-5), "n"),
+    Case("native_group_norm.default", (IMAGE, None, None, 4, 4, 64, 2, 1e-5), "n"),
+    Case(
+        "native_group_norm_backward.default",
+        (IMAGE, IMAGE, ROWS[:, :2, 0], ROWS[:, :2, 0], floats(4), 4, 4, 64, 2, [True, True, True]),
+        "n",
     ),
     Case("max_pool2d_with_indices.default", (IMAGE, [2, 2]), "nc"),
     Case("_adaptive_avg_pool2d.default", (IMAGE, [2, 2]), "nc"),
@@ -194,6 +203,9 @@ def run_rank(
         if letter in labels:
             shape[labels.index(letter)] //= NUM_RANKS
         args[1] = shape
+    if "group_norm" in name:
+        place = 5 if name.endswith("backward") else 3
+        args[place] //= NUM_RANKS
     function = resolve(operator.target)
     special = SPECIAL.get((name, letter))
     results = flat_results(

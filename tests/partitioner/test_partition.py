@@ -14,12 +14,12 @@ import penstock
 from _networks import make_network, random_network
 from penstock.errors import GraphFileError, InfeasibleError, PlanError
 from penstock.graph import StepGraph
-from penstock.memory import machine
-from penstock.partitioner import Partition, check, partition
+from penstock.memory import MachineProfile, machine
+from penstock.partitioner import Partition, _elimination, check, partition
 from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
 from penstock.partitioner._flat import solve_flat
 from penstock.partitioner._fold import find_groups
-from penstock.partitioner._mesh import make_mesh
+from penstock.partitioner._mesh import PARTIAL, REPLICATED, find_moves, make_mesh
 from penstock.partitioner._search import SplitSearch
 from penstock.partitioner._split import Model
 from penstock.partitioner._styles import METHODS
@@ -27,6 +27,7 @@ from penstock.partitioner.axes import find_axes
 from penstock.solvers import can_solve
 
 MACHINE = machine("h100-80gb")
+ONE_NODE = dataclasses.replace(MACHINE, devices_per_node=256)
 RANDOM_SEEDS = range(0, 300, 6)  # of all 300, 295 are split as brute force does
 
 
@@ -69,8 +70,46 @@ def test_random_steps_are_split_as_brute_force_does():
     assert sum(results) >= math.ceil(0.95 * len(RANDOM_SEEDS))
 
 
-def plan(graph: StepGraph, devices: int, budget: int | None = None) -> Partition:
-    found = partition(graph, devices=devices, device_memory=budget, machine=MACHINE, time_limit=30)
+@pytest.mark.skipif(not can_solve(), reason="needs highspy")
+@pytest.mark.parametrize("budget", [None, 10**12])
+def test_where_states_are_too_many_a_loose_budget_is_solved_by_the_integer_program(
+    budget: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_elimination, "MOST_STATES", 16)
+    monkeypatch.setattr(_elimination, "_MOST_EARLY_STATES", 16)
+    graph = random_network(0)
+    axes = find_axes(graph)
+    model = Model(graph, axes, find_groups(graph, axes, fold=False))
+    optimum = solve_flat(model, make_mesh((3,), MACHINE), budget)
+    found = []
+    for solves_programs in (False, True):
+        search = SplitSearch(model, MACHINE, budget, solves_programs=solves_programs)
+        search.run(3)
+        best = search.best()
+        assert best is not None
+        found.append(best.cost)
+    assert found[0] > optimum.cost * 1.1
+    assert found[1] == pytest.approx(optimum.cost)
+
+
+@pytest.mark.parametrize("seed", [3, 8, 11])
+def test_nothing_on_the_frontier_within_the_budget_exchanges_less(seed: int):
+    graph = random_network(seed)
+    for share in (0.4, 0.7, 1.0):
+        points = plan(graph, 4).frontier
+        budget = int(points[0].peak_device_bytes * 1.05 ** (20 * share))
+        try:
+            found = plan(graph, 4, budget)
+        except InfeasibleError:
+            continue
+        within = [each for each in found.frontier if each.peak_device_bytes <= budget]
+        assert found.exchanged_bytes == min(each.exchanged_bytes for each in within)
+
+
+def plan(
+    graph: StepGraph, devices: int, budget: int | None = None, profile: MachineProfile = MACHINE
+) -> Partition:
+    found = partition(graph, devices=devices, device_memory=budget, machine=profile, time_limit=30)
     check(graph, found)
     return found
 
@@ -91,7 +130,7 @@ def letters(found: Partition, graph: StepGraph, target: str = "aten.mm.default")
 
 def test_memory_in_plenty_gives_data_parallelism_and_little_of_it_split_parameters():
     graph = make_network(2**18, [64, 256, 64])
-    loose = plan(graph, 256)
+    loose = plan(graph, 256, profile=ONE_NODE)
     # The first layer has no gradient of its input: its weight is read once, and gathering that
     # costs what all-reducing its gradient does.
     assert not is_split(loose, graph, "weight1")
@@ -99,11 +138,39 @@ def test_memory_in_plenty_gives_data_parallelism_and_little_of_it_split_paramete
     assert loose.count_collectives().keys() <= {"all_reduce", "reduce_scatter", "all_gather"}
     bytes_of_weights = 4 * 2 * 64 * 256
     assert loose.exchanged_bytes <= 2 * bytes_of_weights * 255 / 256 + 1
-    tight = plan(graph, 256, loose.frontier[0].peak_device_bytes)
+    tight = plan(graph, 256, loose.frontier[0].peak_device_bytes, ONE_NODE)
     assert is_split(tight, graph, "weight0")
     assert is_split(tight, graph, "weight1")
     assert tight.peak_device_bytes < loose.peak_device_bytes
     assert tight.exchanged_bytes >= loose.exchanged_bytes
+
+
+def test_between_nodes_fewer_bytes_are_exchanged_than_by_data_parallelism():
+    graph = make_network(2**18, [64, 256, 64])
+    found = plan(graph, 256)
+    methods = {
+        method: partition(graph, devices=256, machine=MACHINE, method=method)
+        for method in ("batch", "fsdp", "tensor")
+    }
+    seconds = {method: each.exchange_seconds for method, each in methods.items()}
+    assert found.exchange_seconds <= min(seconds.values()) * (1 + 1e-9)
+    assert found.exchange_seconds < seconds["batch"] / 3
+
+
+def test_sums_over_several_levels_exchange_what_one_level_would():
+    mesh = make_mesh((4, 8), machine("h100-80gb"))
+    sums, whole = (PARTIAL, PARTIAL), (REPLICATED, REPLICATED)
+    moves = find_moves(320, sums, whole, mesh=mesh, extents=(80,))
+    assert moves == (
+        (1, "reduce_scatter", 280.0),
+        (0, "all_reduce", 60.0),
+        (1, "all_gather", 280.0),
+    )
+    assert sum(each.num_bytes for each in moves) == 2 * 320 * 31 / 32
+    odd = find_moves(28, sums, whole, mesh=mesh, extents=(7,))
+    assert odd is not None and {each.kind for each in odd} == {"all_reduce"}
+    gathers = find_moves(320, (0, 0), whole, mesh=mesh, extents=(320,))
+    assert gathers == ((0, "all_gather", 30.0), (1, "all_gather", 280.0))
 
 
 def test_a_batch_of_one_gives_a_tensor_split():

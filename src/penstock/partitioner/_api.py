@@ -23,6 +23,7 @@ from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
 from penstock.units import format_bytes, parse_bytes
 
+_SEARCH_SHARE = 0.75  # of the time limit; the rest is for trials and the bound
 _NUM_TRIALS = 8  # of partitions that might fit
 _NEARLY = 1.001  # times the budget, by an estimate
 _NUM_PLACES = 64  # operators at which most is live, for a bound
@@ -54,7 +55,7 @@ def partition(
         devices: Number of ranks, at least 2.
         device_memory: Budget of each, in bytes or as `"16GiB"`; None: as many bytes as needed.
         machine: A device and its links; None: this machine, measured.
-        time_limit: Seconds of the search.
+        time_limit: Seconds, of which the search takes three quarters.
         seed: Kept in the result; the search draws no random numbers yet.
         method: `"auto"`, or to compare with: `"batch"` (data parallelism), `"fsdp"` (with
             parameters, gradients and optimizer state split at rest), `"tensor"` (products split
@@ -79,17 +80,19 @@ def partition(
     budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")
     profile = probe() if machine is None else machine
     start = time.monotonic()
-    search = make_search(graph, profile, budget, start + time_limit)
+    ends = start + time_limit
+    search = make_search(graph, profile, budget, start + _SEARCH_SHARE * time_limit)
     if method == "auto":
         search.run(devices)
     else:
         search.run_style(devices, method)
-    found = _find_fitting(search, devices, seed)
+    found = _find_fitting(search, devices, seed, ends)
+    search.deadline = ends
     notes = {**found.notes, "search_seconds": time.monotonic() - start}
     return with_bound(search, dataclasses.replace(found, notes=notes))
 
 
-def _find_fitting(search: SplitSearch, devices: int, seed: int) -> Partition:
+def _find_fitting(search: SplitSearch, devices: int, seed: int, ends: float) -> Partition:
     """Return the best partition whose rank's own step fits, with all copies for its collectives.
 
     The search counts copies roughly. By how much it is wrong for one split, it is about for others.
@@ -101,7 +104,7 @@ def _find_fitting(search: SplitSearch, devices: int, seed: int) -> Partition:
     for _ in range(_NUM_TRIALS):
         limit = _NEARLY * budget / ratio
         best = next((e for e in cheaper if e.peak_bytes <= limit and e not in tried), None)
-        if best is None:
+        if best is None or (fitting is not None and time.monotonic() > ends):
             break
         tried.add(best)
         found = assemble(search, best, seed)
@@ -219,14 +222,17 @@ def assemble(search: SplitSearch, best: FoundSplit, seed: int) -> Partition:
         lower_bound_bytes=0,
         step_seconds=compute_seconds + exchange_seconds,
         exchange_seconds=exchange_seconds,
-        frontier=find_frontier(search.candidates),
+        frontier=(),
         unknown=_list_unknown(model),
         machine=machine,
         seed=seed,
         notes={"num_candidates": len(search.candidates), "origin": best.origin},
     )
     peak = find_peak(graph, found)
-    return found if peak is None else dataclasses.replace(found, peak_device_bytes=peak)
+    peak = best.peak_bytes if peak is None else peak
+    return dataclasses.replace(
+        found, peak_device_bytes=peak, frontier=find_frontier(search, best, peak)
+    )
 
 
 def _list_unknown(model: Model) -> dict[str, int]:
@@ -268,11 +274,31 @@ def list_collectives(model: Model, step: StepSplit) -> Iterable[Collective]:
                 )
 
 
-def find_frontier(candidates: list[FoundSplit]) -> tuple[FrontierPoint, ...]:
-    """Return the candidates that no other beats in memory and exchange, the smallest first."""
+def find_frontier(search: SplitSearch, best: FoundSplit, peak: int) -> tuple[FrontierPoint, ...]:
+    """Return the candidates that no other beats in memory and exchange, the smallest first.
+
+    Args:
+        search: The search.
+        best: A candidate that was chosen. What would fit in its place and exchanges less was tried
+            and did not fit with all copies: it is left out.
+        peak: Bytes that its rank needs; those of others are taken to be in the same ratio to what
+            the search counts.
+
+    Exchange is compared as it is weighted by its links.
+    """
+    ratio = peak / max(1, best.peak_bytes)
     found: list[FrontierPoint] = []
-    for each in sorted(candidates, key=lambda each: (each.peak_bytes, each.exchanged_bytes)):
-        exchanged = round(each.exchanged_bytes)
-        if not found or exchanged < found[-1].exchanged_bytes:
-            found.append(FrontierPoint(each.peak_bytes, exchanged, each.step.mesh.sizes))
+    least = math.inf
+    for each in sorted(search.candidates, key=lambda each: (each.peak_bytes, each.weighted_bytes)):
+        num_bytes = round(each.peak_bytes * ratio)
+        is_refused = (
+            search.budget is not None
+            and peak <= search.budget
+            and num_bytes <= search.budget
+            and each.weighted_bytes < best.weighted_bytes
+        )
+        if not is_refused and round(each.weighted_bytes) < least:
+            least = round(each.weighted_bytes)
+            exchanged = round(each.exchanged_bytes)
+            found.append(FrontierPoint(num_bytes, exchanged, each.step.mesh.sizes))
     return tuple(found)

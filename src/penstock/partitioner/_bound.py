@@ -21,7 +21,7 @@ left is a split by k_l ranks. A tensor of B bytes that changes its placement the
 in the mesh (`_mesh`), of which the part of level l is at least
 
     w_l B (1 - 1/k_l) to gather,  w_l B/k_l (1 - 1/k_l) to trade,  w_l 2B (1 - 1/k_l) to add up,
-    w_l = product over the other levels m of 1/k_m,  and again over those with m < l:
+    w_l = product over the other levels m of 1/k_m,  and again over those with m > l:
 
 N has a factor 1/k_m where level m needs a split, and the part of level l another where level m is
 changed after it. So every mesh exchanges at least the sum over its levels of w_l C(k_l). (Products
@@ -101,12 +101,12 @@ def bound_by_levels(model: Model, devices: int, deadline: float = inf) -> float:
             return 0.0
         least[k] = _least_of_level(model, k, skipped)
 
-    def bound(left: int, before: int) -> float:
-        """Return the least over all ways to write what is left of the ranks as further levels."""
+    def bound(left: int, inner: int) -> float:
+        """Return the least over all ways to write what is left of the ranks as levels outside."""
         if left == 1:
             return 0.0
         return min(
-            k / devices / before * least[k] + bound(left // k, before * k)
+            k / devices / inner * least[k] + bound(left // k, inner * k)
             for k in least
             if left % k == 0
         )

@@ -261,20 +261,22 @@ class _Checker:
             if held[level] == _WHOLE and can_take(level):
                 now[level] = need[level]
 
+        def num_pieces() -> int:
+            return math.prod(k for axis, k in zip(now, self.sizes, strict=True) if axis >= 0)
+
         def piece() -> float:
-            return num_bytes / math.prod(
-                k for axis, k in zip(now, self.sizes, strict=True) if axis >= 0
-            )
+            return num_bytes / num_pieces()
 
         for level in reversed(summed):
             if can_take(level):
                 total += piece() - piece() / self.sizes[level]
                 now[level] = need[level]
-        for level in reversed(summed):
-            if now[level] == _SUM:
-                total += 2 * (piece() - piece() / self.sizes[level])
-                now[level] = _WHOLE
-        return total, tuple(now)
+        ranks = [self.sizes[level] for level in summed if now[level] == _SUM]
+        # Sums over several levels are scattered, added up and gathered, where elements divide.
+        if math.prod(extents) // num_pieces() % math.prod(ranks[1:]) == 0:
+            ranks = [math.prod(ranks)]
+        total += sum(2 * (piece() - piece() / each) for each in ranks)
+        return total, tuple(_WHOLE if i in summed and a == _SUM else a for i, a in enumerate(now))
 
     def _count_halo(self, use: Use, split: list[int], own: tuple[int, ...]) -> float:
         total = 0.0

@@ -193,9 +193,7 @@ def _average(call: OperatorCall, view: TensorView, levels: list[int]) -> TensorV
     builder = call.builder
     num = prod(call.mesh.sizes[level] for level in levels)
     view = builder.call("aten.div.Scalar", view, num, like=view)
-    for level in reversed(levels):
-        view = builder.collect("all_reduce", level, view)
-    return view
+    return builder.add_up_whole(view, levels)
 
 
 def batch_norm_backward(call: OperatorCall) -> bool:
@@ -216,8 +214,7 @@ def batch_norm_backward(call: OperatorCall) -> bool:
     sums = [builder.new_view(vector.shape, "float32") for _ in range(2)]
     local = (*args[:9], (False, True, True))
     builder.emit(call.operator.target, local, (None, *sums))
-    for level in reversed(levels):
-        sums = [builder.collect("all_reduce", level, each) for each in sums]
+    sums = [builder.add_up_whole(each, levels) for each in sums]
     for each, output in zip(sums, outputs[1:], strict=True):
         if output is not None:
             builder.emit(CLONE, (each,), (output,))

@@ -41,18 +41,20 @@ class FlatSplit(NamedTuple):
     is_proved: bool
 
 
-def solve_flat(model: Model, mesh: Mesh, budget: int, time_limit: float = math.inf) -> FlatSplit:
+def solve_flat(
+    model: Model, mesh: Mesh, budget: int | None, time_limit: float = math.inf
+) -> FlatSplit:
     """Return the cheapest split by a mesh of one level within a budget.
 
     Args:
         model: The step.
         mesh: The level.
-        budget: Bytes of a rank.
+        budget: Bytes of a rank; None: as many as needed.
         time_limit: Seconds.
     """
     until = time.monotonic() + time_limit
     level = make_level(model, mesh, None, {})
-    program = _FlatProgram(level, budget)
+    program = _FlatProgram(level)
     while True:
         left = until - time.monotonic()
         if left <= 0:
@@ -62,17 +64,16 @@ def solve_flat(model: Model, mesh: Mesh, budget: int, time_limit: float = math.i
             return FlatSplit(None, math.inf, program.is_infeasible)
         step = level.step_split(options)
         needed = model.device_bytes(step)
-        place = int(needed.argmax())
-        if needed[place] <= budget * (1 + _TOLERANCE):
-            return FlatSplit(step, model.exchanged_bytes(step)[1], program.is_optimal)
-        program.add_place(place)
+        if budget is None or needed.max(initial=0) <= budget * (1 + _TOLERANCE):
+            return FlatSplit(step, model.exchange(step).cost, program.is_optimal)
+        program.add_place(int(needed.argmax()), budget)
 
 
 class _FlatProgram:
     """The integer program of a level."""
 
-    def __init__(self, level: Level, budget: int) -> None:
-        self._level, self._budget = level, budget
+    def __init__(self, level: Level) -> None:
+        self._level = level
         choices = level.choices
         self._program = LinearProgram()
         allowed = [table[table < FORBIDDEN] for table in choices.pair_costs.values()]
@@ -112,8 +113,8 @@ class _FlatProgram:
         """True if the last solution is an optimum."""
         return self._program.proved_optimal
 
-    def add_place(self, place: int) -> None:
-        """Hold an operator to the budget."""
+    def add_place(self, place: int, budget: int) -> None:
+        """Hold an operator to a budget."""
         level = self._level
         here = make_level(level.model, level.mesh, None, {place: 1.0}).choices
         columns, factors = [], []
@@ -124,7 +125,7 @@ class _FlatProgram:
             for y_row, row in zip(self._pairs[key], table, strict=True):
                 columns += y_row
                 factors += row.tolist()
-        scaled = [each / self._budget for each in factors]
+        scaled = [each / budget for each in factors]
         self._program.row(columns, scaled, upper=1.0)
 
     def solve(self, time_limit: float) -> np.ndarray | None:

@@ -9,7 +9,8 @@ Of a tensor of B bytes, with the share N that a rank needs and the share K of it
 
 which is (k-1)/k B of an all-gather and (k-1)/k B/k of an all-to-all over k ranks. Partial sums take
 (k-1)/k of what they add up where the result is split (reduce-scatter), and twice that where it is
-not (all-reduce).
+not (all-reduce). Where several levels add up and leave the result whole, inner ones scatter first
+and gather last, so that outer ones exchange a part: twice (k-1)/k in all, of k ranks of all levels.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Mesh:
 
     Attributes:
         sizes: Ranks of each level, the outermost first.
-        weights: For each level the seconds of a byte, relative to the fastest level.
+        weights: For each level the seconds of a byte, relative to a link within a node: costs of
+            different meshes are in one unit.
     """
 
     sizes: tuple[int, ...]
@@ -62,14 +64,14 @@ class Move(NamedTuple):
 
 def make_mesh(sizes: tuple[int, ...], machine: MachineProfile) -> Mesh:
     """Return the mesh of some levels on a machine: levels beyond a node take its network."""
-    seconds = []
+    unit = link_rate(machine, is_within_node=True)
+    weights = []
     inner = prod(sizes)
     for size in sizes:
         is_within_node = inner <= machine.devices_per_node
-        seconds.append(1 / link_rate(machine, is_within_node=is_within_node))
+        weights.append(unit / link_rate(machine, is_within_node=is_within_node))
         inner //= size
-    fastest = min(seconds, default=1.0)
-    return Mesh(sizes, tuple(each / fastest for each in seconds))
+    return Mesh(sizes, tuple(weights))
 
 
 def link_rate(machine: MachineProfile, *, is_within_node: bool) -> float:
@@ -80,8 +82,8 @@ def link_rate(machine: MachineProfile, *, is_within_node: bool) -> float:
 
 def level_byte_seconds(mesh: Mesh, machine: MachineProfile) -> tuple[float, ...]:
     """Return for each level of a mesh the seconds that a byte takes."""
-    rate = link_rate(machine, is_within_node=mesh.sizes[-1] <= machine.devices_per_node)
-    return tuple(each / rate for each in mesh.weights)
+    unit = link_rate(machine, is_within_node=True)
+    return tuple(each / unit for each in mesh.weights)
 
 
 @functools.cache
@@ -144,20 +146,18 @@ def find_moves(
     changed = [i for i, axis in enumerate(held) if axis >= 0 and (axis != need[i] or axis in mixed)]
     needed = share(need, sizes)
 
-    def kept(first_free: int) -> float:
-        """Return the share that ranks hold of what they need, if the levels from one on did not
-        matter.
-        """
+    def kept(first: int) -> float:
+        """Return the share that ranks hold of what they need, once levels before one are done."""
         found = needed
         for level in changed:
-            if level < first_free:
+            if level >= first:
                 if held[level] in mixed:
                     return 0.0
                 found /= sizes[level]
         return found
 
-    for level in reversed(changed):
-        received = kept(level) - kept(level + 1)
+    for level in changed:  # the outermost first: slow links then bring the smallest pieces
+        received = kept(level + 1) - kept(level)
         if received > 0:
             kind = "all_to_all" if need[level] >= 0 else "all_gather"
             moves.append(Move(level, kind, num_bytes * received))
@@ -208,9 +208,39 @@ def _add_up(
         if fits(level):
             moves.append(Move(level, "reduce_scatter", received))
             now[level] = need[level]
-    for level in reversed(summed):
-        if now[level] == PARTIAL:
-            received = num_bytes * share(tuple(now), sizes) * (sizes[level] - 1) / sizes[level]
-            moves.append(Move(level, "all_reduce", 2 * received))
-            now[level] = REPLICATED
+    rest = [level for level in reversed(summed) if now[level] == PARTIAL]
+    pieces = round(1 / share(tuple(now), sizes))
+    moves += _reduce_all(num_bytes / pieces, prod(extents) // pieces, rest, sizes)
+    for level in rest:
+        now[level] = REPLICATED
     return moves, tuple(now)
+
+
+def _reduce_all(
+    num_bytes: float, num_elements: int, levels: list[int], sizes: tuple[int, ...]
+) -> list[Move]:
+    """Return the collectives that add a piece up and leave it whole; levels the innermost first."""
+    inner = find_scattering(num_elements, levels, sizes)
+    scattered = []
+    for level in inner:
+        num_bytes /= sizes[level]
+        scattered.append(Move(level, "reduce_scatter", num_bytes * (sizes[level] - 1)))
+    reduced = [
+        Move(level, "all_reduce", 2 * num_bytes * (sizes[level] - 1) / sizes[level])
+        for level in levels[len(inner) :]
+    ]
+    gathered = [each._replace(kind="all_gather") for each in reversed(scattered)]
+    return scattered + reduced + gathered
+
+
+def find_scattering(num_elements: int, levels: list[int], sizes: tuple[int, ...]) -> list[int]:
+    """Return the levels, of those that add up, that scatter first and gather last: all but the
+    outermost; none where elements do not divide by their ranks.
+
+    Args:
+        num_elements: Of the piece.
+        levels: Levels that add up, the innermost first.
+        sizes: Ranks of each level.
+    """
+    inner = levels[:-1]
+    return inner if num_elements % prod(sizes[level] for level in inner) == 0 else []

@@ -65,9 +65,17 @@ def _with_bias_sizes(
     return (*args[:3], (weight.shape[0],) if args[3] else args[3], *args[4:])
 
 
+def _with_samples(place: int) -> Callable[..., tuple[Any, ...]]:
+    def adapt(args: tuple[Any, ...], outputs: tuple[TensorView | None, ...]) -> tuple[Any, ...]:
+        return (*args[:place], args[0].shape[0], *args[place + 1 :])
+
+    return adapt
+
+
 _ADAPT: dict[str, Callable[..., tuple[Any, ...]]] = {
     **dict.fromkeys(("slice_backward", "select_backward"), _with_shape(1)),
     **dict.fromkeys(("full", "zeros", "ones", "empty"), _with_shape(0)),
     "embedding_dense_backward": _with_rows,
     "convolution_backward": _with_bias_sizes,
+    **{"native_group_norm": _with_samples(3), "native_group_norm_backward": _with_samples(5)},
 }

@@ -46,7 +46,8 @@ class FrontierPoint(NamedTuple):
     """A partition that no other found beats in both memory and exchange.
 
     Attributes:
-        peak_device_bytes: Of the fullest rank.
+        peak_device_bytes: Of the fullest rank, as the search counts it, times the ratio in which
+            the chosen partition's rank needs more.
         exchanged_bytes: Received by a rank in a step.
         mesh: Ranks of each level.
     """

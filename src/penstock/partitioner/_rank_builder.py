@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from penstock.graph.encoding import FULL, dtype_from_name
 from penstock.graph.step_graph import Kind, Operator, Phase, Storage, TensorView, views_in
-from penstock.partitioner._mesh import PARTIAL, REPLICATED, Mesh, Placement, can_split
+from penstock.partitioner._mesh import (
+    PARTIAL,
+    REPLICATED,
+    Mesh,
+    Placement,
+    can_split,
+    find_scattering,
+)
 from penstock.partitioner._pieces import (
     Digit,
     StoragePiece,
@@ -213,7 +220,7 @@ class RankBuilder:
         for level, axis in enumerate(need):
             if axis >= 0 and held[level] == REPLICATED:
                 view = self._cut(view, digits, axis, level)
-        for level in reversed(range(len(held))):
+        for level in range(len(held)):
             if held[level] >= 0 and need[level] != held[level]:
                 view = self._unsplit(view, digits, held[level], need[level], level)
         new_sums = [
@@ -263,10 +270,30 @@ class RankBuilder:
             dim = _find(digits, need[level], level)
             front = self.dense(_move_to_front(view, dim))
             view = _move_back(self.collect("reduce_scatter", level, front), dim)
-        for level in reversed(summed):
-            if level not in scattered:
-                view = self.collect("all_reduce", level, self.dense(view))
+        view = self.add_up_whole(view, [i for i in summed if i not in scattered])
         return self._join(view, digits, placement, extents)
+
+    def add_up_whole(self, view: TensorView, levels: Sequence[int]) -> TensorView:
+        """Return the sum over the ranks of some levels, whole on each; collectives as `find_moves`
+        has them.
+        """
+        if not levels:
+            return view
+        found, sizes = self.dense(view), self.mesh.sizes
+        shape, stride, num = found.shape, found.stride, prod(found.shape)
+        levels = sorted(levels, reverse=True)
+        inner = find_scattering(num, levels, sizes)
+        for level in inner:
+            num //= sizes[level]
+            found = found._replace(shape=(sizes[level], num), stride=(num, 1))
+            found = self.collect("reduce_scatter", level, found)
+        for level in levels[len(inner) :]:
+            found = self.collect("all_reduce", level, found)
+        for level in reversed(inner):
+            found = found._replace(shape=(1, num), stride=(num, 1))
+            found = self.collect("all_gather", level, found)
+            num *= sizes[level]
+        return found._replace(shape=shape, stride=stride)
 
     def _cut(
         self, view: TensorView, digits: tuple[Digit, ...], axis: int, level: int

@@ -38,7 +38,6 @@ from penstock.solvers import can_solve
 _PRICES = (0.0, *(2.0**power for power in range(-8, 11, 2)))
 _NUM_BISECTIONS = 8
 _NUM_BOUNDS = 16
-_PROGRAM_SHARE = 0.5  # of the time that is left for a mesh
 _MOST_SPLITS = 20_000  # looked at between two prices
 
 
@@ -47,6 +46,7 @@ class FoundSplit(NamedTuple):
 
     Attributes:
         cost: Bytes exchanged, weighted by their links, with the cost of repeated work.
+        weighted_bytes: Without that.
         exchanged_bytes: That a rank receives.
         peak_bytes: Of the fullest rank.
         step: The split.
@@ -54,6 +54,7 @@ class FoundSplit(NamedTuple):
     """
 
     cost: float
+    weighted_bytes: float
     exchanged_bytes: float
     peak_bytes: int
     step: StepSplit
@@ -94,14 +95,14 @@ class SplitSearch:
         """Search all meshes of a number of ranks, and all styles."""
         for style in METHODS[1:]:
             self.run_style(devices, style)
-        meshes = list_meshes(devices)
-        for number, sizes in enumerate(meshes):
-            share = (self.deadline - time.monotonic()) / (len(meshes) - number)
-            ends = time.monotonic() + share
-            self._search_mesh(make_mesh(sizes, self.machine), ends)
+        meshes = [make_mesh(sizes, self.machine) for sizes in list_meshes(devices)]
+        for number, mesh in enumerate(meshes):
+            share = (self.deadline - time.monotonic()) / (len(meshes) + 1 - number)
+            self._search_mesh(mesh, time.monotonic() + share)
             self._solvers.clear()
             if self.is_late:
                 return
+        self._solve_flat(meshes[0])
 
     def run_style(self, devices: int, style: str) -> None:
         """Split as a person would: by one style, and by batch between nodes of tensor splits."""
@@ -115,13 +116,17 @@ class SplitSearch:
 
     def best(self) -> FoundSplit | None:
         """Return the cheapest candidate that fits the budget."""
-        return next(iter(self.rank_candidates(self.budget)), None)
+        within = filter(self.fits, self.candidates)
+        return min(within, default=None, key=lambda each: (each.cost, each.peak_bytes))
 
-    def rank_candidates(self, limit: int | None = None) -> list[FoundSplit]:
-        """Return different candidates within a number of bytes, the cheapest first."""
-        within = [each for each in self.candidates if limit is None or each.peak_bytes <= limit]
-        ranked = sorted(within, key=lambda each: (each.cost, each.peak_bytes))
-        return [*{(each.cost, each.peak_bytes): each for each in reversed(ranked)}.values()][::-1]
+    def rank_candidates(self) -> list[FoundSplit]:
+        """Return different candidates, those of the least exchange first."""
+
+        def key(each: FoundSplit) -> tuple[float, ...]:
+            return each.weighted_bytes, each.cost, each.peak_bytes
+
+        ranked = sorted(self.candidates, key=key)
+        return [*{key(each): each for each in reversed(ranked)}.values()][::-1]
 
     def fits(self, candidate: FoundSplit) -> bool:
         """Return whether a split fits the budget."""
@@ -130,7 +135,10 @@ class SplitSearch:
     def _search_mesh(self, mesh: Mesh, ends: float) -> None:
         for style in STYLES:
             self._solve(mesh, 0.0 if style == "batch" else 1.0, style)
-        if self.budget is None or self.fits(self._solve(mesh, 0.0)):
+        free = self._solve(mesh, 0.0)
+        if self.fits(free):
+            if len(mesh.sizes) == 1 and self._solver(mesh, None, self._critical(None))[1].is_exact:
+                self.lower_bound = max(self.lower_bound, free.cost)
             # Solved level by level, a price may give less exchange than none.
             for price in _PRICES:
                 if time.monotonic() > ends:
@@ -151,7 +159,6 @@ class SplitSearch:
                 below = middle
         if len(mesh.sizes) == 1:
             self._close_gap(mesh, above, ends)
-            self._solve_flat(mesh, ends)
         self._repair(mesh, ends)
 
     def _solver(
@@ -204,9 +211,9 @@ class SplitSearch:
 
     def add(self, step: StepSplit, origin: str) -> FoundSplit:
         """Count the costs of a split, and keep it as a candidate."""
-        exchanged, cost = self.model.exchanged_bytes(step)
+        num_bytes, weighted, cost = self.model.exchange(step)
         peak = int(self.model.device_bytes(step).max(initial=0))
-        candidate = FoundSplit(cost, exchanged, peak, step, origin)
+        candidate = FoundSplit(cost, weighted, num_bytes, peak, step, origin)
         self.candidates.append(candidate)
         return candidate
 
@@ -244,14 +251,13 @@ class SplitSearch:
             if time.monotonic() > ends:
                 return
 
-    def _solve_flat(self, mesh: Mesh, ends: float) -> None:
+    def _solve_flat(self, mesh: Mesh) -> None:
         """Solve a level as an integer program, if it is not known that nothing is cheaper."""
         best = self.best()
-        assert self.budget is not None
         is_best = best is not None and best.cost <= self.lower_bound * (1 + 1e-9)
         if is_best or not (self.solves_programs and can_solve()):
             return
-        left = _PROGRAM_SHARE * (ends - time.monotonic())
+        left = self.deadline - time.monotonic()
         found = solve_flat(self.model, mesh, self.budget, left)
         if found.step is not None:
             self.add(found.step, "program")
@@ -288,7 +294,7 @@ class SplitSearch:
             default=None,
             key=lambda each: each.cost,
         )
-        if best is None or self.budget is None:
+        if best is None:
             return
         above = None
         if len(mesh.sizes) > 1:

@@ -51,6 +51,20 @@ class Traffic(NamedTuple):
     extra_bytes: int
 
 
+class ExchangeCost(NamedTuple):
+    """Exchange of a split step.
+
+    Attributes:
+        num_bytes: Bytes that a rank receives.
+        weighted_bytes: The same, each as many times as its link is slower than one within a node.
+        cost: With the cost of repeated work.
+    """
+
+    num_bytes: float
+    weighted_bytes: float
+    cost: float
+
+
 class GroupUse(NamedTuple):
     """An operand or result of the operators of a group.
 
@@ -223,16 +237,16 @@ class Model:
             assert found is not None, "the search allows only placements that can be reached"
             yield use, found
 
-    def exchanged_bytes(self, step: StepSplit) -> tuple[float, float]:
-        """Return the bytes that a rank receives; and weighted by links, with repeated work."""
-        total, weighted = 0.0, 0.0
+    def exchange(self, step: StepSplit) -> ExchangeCost:
+        """Return the bytes that a rank receives, and what they cost."""
+        total, weighted, work = 0.0, 0.0, 0.0
         for group, members in enumerate(self.groups.operators):
-            weighted += self.repeated_work(members, step.splits[group], step.mesh)
+            work += self.repeated_work(members, step.splits[group], step.mesh)
             for _, traffic in self.exchanges(step, group):
                 for move in traffic.moves:
                     total += len(members) * move.num_bytes
                     weighted += len(members) * move.num_bytes * step.mesh.weights[move.level]
-        return total, weighted
+        return ExchangeCost(total, weighted, weighted + work)
 
     def repeated_work(self, members: Sequence[int], split: Split, mesh: Mesh) -> float:
         """Return the cost of the work that more than one rank does, in bytes exchanged."""

@@ -13,6 +13,7 @@ views lie between.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,8 +93,20 @@ class GraphAxes:
         return tuple(high // low for low, high in pairwise(self.cuts[storage]))
 
 
+_known: dict[int, tuple[weakref.ref[StepGraph], GraphAxes]] = {}
+
+
 def find_axes(graph: StepGraph) -> GraphAxes:
-    """Return the axes of a step's storages and operators."""
+    """Return the axes of a step's storages and operators; kept for as long as the graph lives."""
+    key = id(graph)
+    known = _known.get(key)
+    if known is None or known[0]() is not graph:
+        known = weakref.ref(graph, lambda _: _known.pop(key, None)), _find_axes(graph)
+        _known[key] = known
+    return known[1]
+
+
+def _find_axes(graph: StepGraph) -> GraphAxes:
     rules = [find_rule(operator) for operator in graph.operators]
     cuts = _StorageCuts(graph, rules)
     cuts.spread([rule for rule in rules if rule is not None])

@@ -152,6 +152,38 @@ def _rowwise(position: int) -> Callable[[str, Operator], LetterDraft | None]:
     return make
 
 
+def _stack(name: str, operator: Operator) -> LetterDraft | None:
+    """Tensors side by side along a dimension of their own."""
+    result, *dim = operator.outputs[0], *operator.args[1:]
+    if result is None:
+        return None
+    num = len(result.shape)
+    place = (dim[0] if dim else 0) % num
+    letters = _letters(num - 1)
+    labels = (*letters[:place], WHOLE, *letters[place:])
+    return LetterDraft({0: letters}, {0: labels}, is_linear=True)
+
+
+def _group_norm(name: str, operator: Operator) -> LetterDraft:
+    """Norms of groups of channels of each image apart."""
+
+    def samples(view: TensorView) -> Labels:
+        return ("n", *(WHOLE,) * (len(view.shape) - 1))
+
+    num_images = 4 if name.endswith("backward") else 1  # the other operands are of channels
+    inputs = {
+        index: samples(each)
+        for index, each in enumerate(operator.args[:num_images])
+        if isinstance(each, TensorView)
+    }
+    if num_images > 1:
+        first = operator.outputs[0]
+        outputs = {} if first is None else {0: samples(first)}
+        return LetterDraft(inputs, outputs, sums={1: "n", 2: "n"})
+    made = {index: samples(each) for index, each in enumerate(operator.outputs) if each is not None}
+    return LetterDraft(inputs, made)
+
+
 def _select_backward(name: str, operator: Operator) -> LetterDraft | None:
     """A gradient that becomes one index of a larger tensor of zeros."""
     grad, result, dim = operator.args[0], operator.outputs[0], operator.args[2]
@@ -408,13 +440,14 @@ _TABLE: Mapping[str, Callable[[str, Operator], LetterDraft | None]] = {
     **dict.fromkeys(("cumsum", "cumprod", "sort", "argsort", "flip"), _rowwise(1)),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _rowwise(2)),
     **dict.fromkeys(("slice_backward",), _rowwise(2)),
-    "cat": _rowwise(1),
+    **{"cat": _rowwise(1), "stack": _stack},
     "topk": _rowwise(2),
     "select_backward": _select_backward,
     **dict.fromkeys(("sum", "mean"), _reduction),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
     **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm),
     **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"), _batch_norm),
+    **dict.fromkeys(("native_group_norm", "native_group_norm_backward"), _group_norm),
     **dict.fromkeys(("max_pool2d_with_indices", "max_pool2d_with_indices_backward"), _images),
     **dict.fromkeys(("avg_pool2d", "avg_pool2d_backward"), _images),
     **dict.fromkeys(("_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"), _images),
