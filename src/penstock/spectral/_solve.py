@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from penstock.errors import CapacityError, NoConvergenceError
+from penstock.errors import CapacityError, NoConvergenceError, RankError
 from penstock.memory import Link, Tier
 from penstock.spectral._basis import Basis, gram, wide_dtype
 from penstock.spectral._filter import (
@@ -92,6 +92,10 @@ class StandardSolution:
                 pairs = lanczos.solve(start, self._is_converged, self._refine)
             except StopIteration:
                 raise self._give_up(f"after {problem.max_restarts} restarts") from None
+            except RankError as error:
+                if lanczos.num_steps:
+                    error.best = self._give_up("before another rank ended")
+                raise
             except Exception as error:
                 if isinstance(error, CapacityError) or not lanczos.num_steps:
                     raise
