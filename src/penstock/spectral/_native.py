@@ -66,10 +66,10 @@ class Covariance:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rotation:
-    """`struct Rotation` of `rotate.cpp`."""
+    """`struct Rotation` of `rotate.cpp`; rows lie apart, so these are addresses."""
 
-    rows: Tensor
-    out: Tensor
+    rows: int
+    out: int
     y: Tensor
     grams: Tensor
     num_vectors: int
@@ -194,7 +194,7 @@ def rotate_rows(y: Tensor, rows: Tensor, out: Tensor) -> Tensor:
         return _rotate_by_torch(y, rows, out)
     grams = torch.zeros(-(-length // _PIECE), kept, kept, dtype=torch.float64)
     call = Rotation(
-        *(rows, out, y.contiguous(), grams, len(rows), kept, length),
+        *(rows.data_ptr(), out.data_ptr(), y.contiguous(), grams, len(rows), kept, length),
         *(rows.stride(0), out.stride(0)),
         num_threads=torch.get_num_threads() if rows.numel() > 1 << 16 else 1,
     )

@@ -65,10 +65,8 @@ def plan_basis(
 ) -> BasisPlan:
     """Plan a basis and its residency within the budget.
 
-    Args:
-        problem: The problem.
-        squared: Whether the operator is applied twice, with vectors between.
-        most_block: The most vectors of a block; None: those that the operator is best applied to.
+    A block has at most `most_block` vectors, or those that the operator is best applied to; an
+    operator that is `squared` needs vectors between its products.
 
     Raises:
         CapacityError: The budget does not hold the workspace, or the basis does not fit into it and

@@ -11,9 +11,54 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.spectral._basis import gram
+from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._filter import ChebyshevFilter
 from penstock.spectral._operator import LinearOperator
+
+
+def solve_projected(
+    operator: LinearOperator,
+    x: Tensor,
+    *,
+    block: int,
+    reduce: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Ritz values, Ritz vectors and residuals of the operator on the span of vectors.
+
+    Args:
+        operator: The operator.
+        x: Vectors, (k, n), linearly independent; they are overwritten.
+        block: Vectors that the operator is applied to at once.
+        reduce: Sums a tensor over ranks, in place.
+
+    Returns:
+        Values (k,), rising, vectors (k, n) and norms of residuals (k,).
+    """
+    for _ in range(2):
+        factor = torch.linalg.cholesky(reduce(gram(x, x)))
+        _rotate(x, torch.linalg.inv(factor).mH)
+    h = torch.empty(len(x), len(x), dtype=wide_dtype(x.dtype), device=x.device)
+    for begin in range(0, len(x), block):
+        part = x[begin : begin + block]
+        h[:, begin : begin + block] = gram(x, operator.apply(part, torch.empty_like(part)))
+    h = reduce(h)
+    values, y = torch.linalg.eigh((h + h.mH) / 2)
+    _rotate(x, y)
+    norms = torch.empty(len(x), dtype=torch.float64, device=x.device)
+    for begin in range(0, len(x), block):
+        part = x[begin : begin + block]
+        found = operator.apply(part, torch.empty_like(part))
+        found -= values[begin : begin + block, None].to(found.dtype) * part
+        norms[begin : begin + block] = _products(found, found)
+    return values.cpu(), x, reduce(norms).sqrt().cpu()
+
+
+def _rotate(x: Tensor, y: Tensor) -> None:
+    """Replace vectors by combinations, x'_j = sum_i y_ij x_i, chunk by chunk."""
+    width = 1 << 16
+    for begin in range(0, x.shape[1], width):
+        part = x[:, begin : begin + width]
+        part.copy_((y.T @ part.to(y.dtype)).to(x.dtype))
 
 
 def refine_pairs(
@@ -45,25 +90,44 @@ def refine_pairs(
     center = values.mean()
     h = torch.diag(values - center).to(g.dtype) + (g + g.mH) / 2
     shifted, y = torch.linalg.eigh(h)
-    phases = torch.where(y.diagonal().abs() > 0, y.diagonal().sgn(), 1)
-    turn = y * phases.conj()
-    turn.diagonal().sub_(1)
     r.addmm_(g.T.to(r.dtype), x, alpha=-1)
     for begin in range(0, len(x), block):
         part = slice(begin, begin + block)
         r[part] = _correction(operator, values[part], r[part], chebyshev)
-    r.addmm_(turn.T.to(r.dtype), x)
+    r.addmm_(_turn(y).T.to(r.dtype), x)
     x = x + r
     # Orthonormal to the first order: X (1 - (X^H X - 1) / 2).
     overlap = reduce(gram(x, x))
     overlap.diagonal().sub_(1)
     x.addmm_(overlap.T.to(x.dtype), x.clone(), alpha=-0.5)
-    values = shifted + center
+    return measure_pairs(operator, shifted + center, x, block=block, reduce=reduce)
+
+
+def measure_pairs(
+    operator: LinearOperator,
+    values: Tensor,
+    x: Tensor,
+    *,
+    block: int,
+    reduce: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Rayleigh quotients of vectors of norm one, the vectors, and norms of residuals.
+
+    The arguments and the results are those of `refine_pairs`.
+    """
     r = _residual(operator, values, x, block)
     slip = reduce(_products(x, r))
     r -= slip[:, None].to(r.dtype) * x
     norms = reduce(_products(r, r)).sqrt()
     return (values + slip).cpu(), x, norms.cpu()
+
+
+def _turn(y: Tensor) -> Tensor:
+    """Return eigenvectors less the identity, with phases such that their diagonal is positive."""
+    phases = torch.where(y.diagonal().abs() > 0, y.diagonal().sgn(), 1)
+    turn = y * phases.conj()
+    turn.diagonal().sub_(1)
+    return turn
 
 
 def _residual(operator: LinearOperator, values: Tensor, x: Tensor, block: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.errors import CapacityError, NoConvergenceError, RankError
 from penstock.memory import Link, Tier
-from penstock.spectral._basis import Basis, gram, wide_dtype
+from penstock.spectral._basis import Basis, gram
 from penstock.spectral._filter import (
     ChebyshevFilter,
     SpectrumEstimate,
@@ -22,13 +22,14 @@ from penstock.spectral._filter import (
 from penstock.spectral._lanczos import RitzPairs, ThickRestartLanczos
 from penstock.spectral._operator import LinearOperator, SquaredOperator
 from penstock.spectral._problem import BasisPlan, StandardProblem, plan_basis
-from penstock.spectral._refinement import refine_pairs
+from penstock.spectral._refinement import refine_pairs, solve_projected
 from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
 _MOST_POLISHES = 4
 _POLISHED = 4.0  # times what is asked for: less than that polishing does not give
 _MOST_REFINEMENTS = 2
+_NEAR, _MOST_NEAR = 1e-7, 8  # of the norm; pairs, beyond as many as are wanted
 _REFINED_DEGREE, _REFINED_DAMPED = 6, 0.107  # T_6 is above 30 where T_6 damps so much less
 _REFINED = 0.5  # times what is asked for: with less there is nothing to refine
 _POLISH_DEGREE, _POLISH_GAIN = 12, 1e6
@@ -51,7 +52,6 @@ class StandardSolution:
         self._started = time.perf_counter()
         self._estimate: SpectrumEstimate | None = None
         self._scale = 0.0
-        self._tightening = 1.0
         self._filter = ChebyshevFilter()
         self._iterated: LinearOperator = problem.operator
         self._plan = BasisPlan(0, 0, 1)
@@ -67,8 +67,7 @@ class StandardSolution:
             CapacityError, StoreError: The budget or the store has no room.
         """
         self._choose()
-        problem, plan = self.problem, self._plan
-        operator = problem.operator
+        problem, plan, operator = self.problem, self._plan, self.problem.operator
         basis = Basis(
             *(plan.num_vectors, operator.length, operator.dtype, operator.device),
             num_resident=plan.num_resident,
@@ -87,23 +86,26 @@ class StandardSolution:
             threshold=self._component_limit(self._filter) if self._is_partial else 0.0,
         )
         try:
-            try:
-                start = self._fit_start(problem.start)
-                pairs = lanczos.solve(start, self._is_converged, self._refine)
-            except StopIteration:
-                raise self._give_up(f"after {problem.max_restarts} restarts") from None
-            except RankError as error:
-                if lanczos.num_steps:
-                    error.best = self._give_up("before another rank ended")
-                raise
-            except Exception as error:
-                if isinstance(error, CapacityError) or not lanczos.num_steps:
-                    raise
-                raise self._give_up(f"because {type(error).__name__}: {error}") from error
-            return self._finish(pairs, basis)
+            return self._finish(self._iterate(lanczos), basis)
         finally:
             basis.close()
             problem.ledger.add(Tier.DEVICE, -workspace)
+
+    def _iterate(self, lanczos: ThickRestartLanczos) -> RitzPairs:
+        """Return what has converged, or raise the error that has the best iterate."""
+        try:
+            start = self._fit_start(self.problem.start)
+            return lanczos.solve(start, self._is_converged, self._refine)
+        except StopIteration:
+            raise self._give_up(f"after {self.problem.max_restarts} restarts") from None
+        except RankError as error:
+            if lanczos.num_steps:
+                error.best = self._give_up("before another rank ended")
+            raise
+        except Exception as error:
+            if isinstance(error, CapacityError) or not lanczos.num_steps:
+                raise
+            raise self._give_up(f"because {type(error).__name__}: {error}") from error
 
     def _choose(self) -> None:
         """Choose what is iterated with, from an estimate of the spectrum where products are cheap.
@@ -262,25 +264,34 @@ class StandardSolution:
             least = 0.25 * float(found.max())
             slopes = torch.tensor([chebyshev.slope(each) for each in values])
             slopes *= 2 * found.clamp(min=max(least, 1e-300))
-        wanted = self._tolerances(found.double()) * self._tightening
-        return bool((pairs.residuals[:k] <= wanted * slopes.double()).all())
+        wanted = self._tolerances(found.double()) * slopes.double()
+        return bool((pairs.residuals[:k] <= wanted).all())
 
     # ------------------------------------------------------------------ the end
 
     def _finish(self, pairs: RitzPairs, basis: Basis) -> Eigenpairs:
         """Return the Ritz pairs of the operator itself, polished until they are good enough."""
-        x = self._combine(pairs, basis, self.problem.k)
+        k, near = self.problem.k, self._count_near(pairs)
+        x = self._combine(pairs, basis, k + near)
+        wanted = slice(near, None) if self._filter.sign > 0 else slice(0, k)
+
+        def is_within(factor: float) -> bool:
+            return bool((residuals <= factor * self._tolerances(values))[wanted].all())
+
         values, x, residuals = self._rayleigh_ritz(x)
         for _ in range(_MOST_POLISHES):
-            if bool((residuals <= _POLISHED * self._tolerances(values)).all()):
+            if is_within(_POLISHED):
                 break
             self._polish(x, self._choose_polish(values))
             values, x, residuals = self._rayleigh_ritz(x)
-        if self.problem.max_bytes is None:
-            for _ in range(_MOST_REFINEMENTS):
-                if bool((residuals <= _REFINED * self._tolerances(values)).all()):
-                    break
-                values, x, residuals = self._improve(values, x, residuals)
+        for _ in range(_MOST_REFINEMENTS if self.problem.max_bytes is None else 0):
+            if is_within(_REFINED):
+                break
+            found = self._improve(values, x)
+            if float(found[2][wanted].max()) >= float(residuals[wanted].max()):
+                break
+            values, x, residuals = found
+        values, x, residuals = values[wanted], x[wanted], residuals[wanted]
         bad = residuals > _ACCEPTED * self._tolerances(values)
         if bool(bad.any()):
             raise NoConvergenceError(
@@ -307,46 +318,41 @@ class StandardSolution:
 
     def _rayleigh_ritz(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return eigenvalues, vectors and residuals of the operator on the span of `x`."""
-        reduce, operator = self.problem.reduce, self.problem.operator
-        for _ in range(2):
-            factor = torch.linalg.cholesky(reduce(gram(x, x)))
-            _rotate(x, torch.linalg.inv(factor).mH)
-        block = self._plan.block
-        h = torch.empty(len(x), len(x), dtype=wide_dtype(x.dtype), device=x.device)
-        for begin in range(0, len(x), block):
-            part = x[begin : begin + block]
-            h[:, begin : begin + block] = gram(x, operator.apply(part, torch.empty_like(part)))
-        h = reduce(h)
-        values, y = torch.linalg.eigh((h + h.mH) / 2)
-        _rotate(x, y)
-        residuals = torch.empty(len(x), dtype=torch.float64, device=x.device)
-        for begin in range(0, len(x), block):
-            part = x[begin : begin + block]
-            found = operator.apply(part, torch.empty_like(part))
-            found -= values[begin : begin + block, None].to(found.dtype) * part
-            residuals[begin : begin + block] = torch.stack(
-                [gram(each[None], each[None])[0, 0].real for each in found]
-            )
-        return values.cpu(), x, reduce(residuals).sqrt().cpu()
+        problem = self.problem
+        return solve_projected(problem.operator, x, block=self._plan.block, reduce=problem.reduce)
 
-    def _improve(
-        self, values: Tensor, x: Tensor, residuals: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return pairs that are refined, or those given, which are as good."""
+    def _count_near(self, pairs: RitzPairs) -> int:
+        """Return the pairs that are wanted no more but so near that rounding mixes them in."""
+        k, chebyshev = self.problem.k, self._filter
+        if self.problem.max_bytes is not None or self._iterated is not self.problem.operator:
+            return 0
+        values = pairs.values[k - 1 : min(len(pairs.values), 2 * k + _MOST_NEAR)].tolist()
+        at = [chebyshev.eigenvalue(each) for each in values]
+        is_near = [
+            each > 1 and abs(place - at[0]) <= _NEAR * self._scale
+            for each, place in zip(values, at, strict=True)
+        ]
+        slopes = torch.tensor([chebyshev.slope(each) for each in values], dtype=torch.float64)
+        is_good = (pairs.residuals[k - 1 :][: len(at)] <= _NEAR * self._scale * slopes).tolist()
+        count = 1
+        while count < len(at) and is_near[count] and is_good[count]:
+            count += 1
+        return count - 1
+
+    def _improve(self, values: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return pairs that are refined."""
         problem = self.problem
         if self._iterated is problem.operator:
             polish = self._choose_polish(values, _REFINED_DAMPED)
-            found = refine_pairs(
+            return refine_pairs(
                 *(problem.operator, values, x),
                 dataclasses.replace(polish, degree=_REFINED_DEGREE),
                 block=self._plan.block,
                 reduce=problem.reduce,
             )
-        else:
-            again = x.clone()
-            self._polish(again, self._choose_polish(values))
-            found = self._rayleigh_ritz(again)
-        return found if float(found[2].max()) < float(residuals.max()) else (values, x, residuals)
+        again = x.clone()
+        self._polish(again, self._choose_polish(values))
+        return self._rayleigh_ritz(again)
 
     def _choose_polish(self, values: Tensor, damped: float = _DAMPED) -> ChebyshevFilter:
         """Return a filter that damps rounding errors, which are spread over all of the spectrum.
@@ -478,11 +484,3 @@ def make_report(
 
 _READS = (Link.FILE_TO_DEVICE, Link.FILE_TO_HOST, Link.HOST_TO_DEVICE)
 _WRITES = (Link.DEVICE_TO_FILE, Link.HOST_TO_FILE, Link.DEVICE_TO_HOST)
-
-
-def _rotate(x: Tensor, y: Tensor) -> None:
-    """Replace vectors by combinations, x'_j = sum_i y_ij x_i, chunk by chunk."""
-    width = 1 << 16
-    for begin in range(0, x.shape[1], width):
-        part = x[:, begin : begin + width]
-        part.copy_((y.T @ part.to(y.dtype)).to(x.dtype))
