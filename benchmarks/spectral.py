@@ -200,8 +200,8 @@ def least_bytes(report: Any) -> int:
     """Return the bytes that any order of the same steps moves: what does not fit, once a use.
 
     A sweep reads the vectors that it goes over, which the estimate of orthogonality asks for; a
-    step writes its vector; a restart reads all of the basis and writes what it keeps. The vectors
-    that fit, and those in the two buffers, need not be moved.
+    step writes its vector; a restart reads all of the basis and writes what it keeps; the result is
+    combined from all. The vectors that fit, and those in the two buffers, need not be moved.
     """
     vector_bytes = report.basis_bytes // report.num_basis_vectors
     room, capacity = report.num_resident_vectors + 2, report.num_basis_vectors
@@ -209,7 +209,8 @@ def least_bytes(report: Any) -> int:
     # Each restart is of a full basis, and those kept are what the steps between did not append.
     kept = report.num_restarts * capacity - (report.num_steps - capacity)
     restarts = report.num_restarts * max(0, capacity - 2 * room) + kept
-    return vector_bytes * (swept + max(0, report.num_steps - room) + restarts)
+    written = max(0, report.num_steps - room)
+    return vector_bytes * (swept + written + restarts + max(0, capacity - room))
 
 
 def measure_pca(options: Any, where: Any):

@@ -290,6 +290,8 @@ class ThickRestartLanczos:
         self._coupling = torch.zeros_like(self._coupling)
         self._w.copy_(make_random((len(self._w), self._w.shape[1]), self.operator, self._generator))
         self.basis.orthogonalize(self._w)
+        if self.basis.count:
+            self._count_sweep(self.basis.count)
         self._normalize(self._w)
         self.basis.append(self._w)
 

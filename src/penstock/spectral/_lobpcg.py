@@ -109,19 +109,14 @@ class BlockConjugateGradients:
     def solve(self) -> Eigenpairs:
         """Return the wanted pairs, rising."""
         problem = self.problem
-        x = self._first_block()
-        x, _, bx = self._orthonormalize(x, [])
-        ax = self._apply_a(x)
-        x, ax, bx, values = self._rayleigh_ritz(x, ax, bx)
+        x, ax, bx, values = self._refresh(self._first_block())
         empty = x[:0]
         p, ap, bp = empty, empty, empty
         best = (values, x.clone(), torch.full_like(values, torch.inf))
         num_more, has_converged = _MORE if problem.tol == 0 else 0, False
         for self._num_steps in range(1, _ITERATIONS_PER_RESTART * problem.max_restarts + 1):
             if self._num_steps % _REFRESH == 0:
-                x, _, bx = self._orthonormalize(x, [])
-                ax = self._apply_a(x)
-                x, ax, bx, values = self._rayleigh_ritz(x, ax, bx)
+                x, ax, bx, values = self._refresh(x)
                 p, ap, bp = empty, empty, empty
             residual = ax - values[:, None].to(x.dtype) * bx
             norms = _norms(residual)
@@ -151,6 +146,11 @@ class BlockConjugateGradients:
         if has_converged:
             return self._finish(best[1])
         raise self._give_up(best)
+
+    def _refresh(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return Ritz vectors of a span with products that are computed anew, and their values."""
+        x, _, bx = self._orthonormalize(x, [])
+        return self._rayleigh_ritz(x, self._apply_a(x), bx)
 
     def _first_block(self) -> Tensor:
         problem = self.problem
@@ -251,8 +251,7 @@ class BlockConjugateGradients:
     def _finish(self, x: Tensor) -> Eigenpairs:
         """Return the pairs with products that are computed anew."""
         k = self.problem.k
-        x, _, bx = self._orthonormalize(x, [])
-        x, ax, bx, values = self._rayleigh_ritz(x, self._apply_a(x), bx)
+        x, _, _, values = self._refresh(x)
         x, values = x[:k], values[:k]
         ax, bx = self._apply_a(x), self._apply_b(x)
         residuals = _norms(ax - values[:, None].to(x.dtype) * bx)

@@ -302,14 +302,18 @@ class StandardSolution:
                 vectors=x.T,
                 residuals=residuals,
             )
+        self._warn_of(values, residuals)
+        return Eigenpairs(values, x.T, residuals, self.report())
+
+    def _warn_of(self, values: Tensor, residuals: Tensor) -> None:
+        """Warn of residuals that polishing could not make what was asked for."""
         if bool((residuals > _POLISHED * self._tolerances(values)).any()):
             warnings.warn(
                 f"penstock.spectral: residuals are up to {float(residuals.max()):.3g}, where "
                 f"{float(self._tolerances(values).max()):.3g} was asked for: rounding keeps them "
                 "from falling. The result's `residuals` has each",
-                stacklevel=4,
+                stacklevel=5,
             )
-        return Eigenpairs(values, x.T, residuals, self.report())
 
     def _combine(self, pairs: RitzPairs, basis: Basis, k: int) -> Tensor:
         operator = self.problem.operator
@@ -344,6 +348,8 @@ class StandardSolution:
         problem = self.problem
         if self._iterated is problem.operator:
             polish = self._choose_polish(values, _REFINED_DAMPED)
+            if polish.half_width < _NEAR * self._scale:  # all of the spectrum is at one place
+                return values, x, torch.full_like(values, torch.inf)
             return refine_pairs(
                 *(problem.operator, values, x),
                 dataclasses.replace(polish, degree=_REFINED_DEGREE),
