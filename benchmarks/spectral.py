@@ -185,6 +185,10 @@ def measure_tiers(options: Any, where: Any):
             "num_resident_vectors": found.num_resident_vectors,
             "degree": found.degree,
             "num_products": found.num_products,
+            "num_steps": found.num_steps,
+            "num_sweeps": found.num_sweeps,
+            "num_swept_vectors": found.num_swept_vectors,
+            "num_restarts": found.num_restarts,
             "stall_seconds": found.stall_seconds,
             "least_bytes": least,
             "bytes_over_least": (found.bytes_read + found.bytes_written) / least,
@@ -193,22 +197,20 @@ def measure_tiers(options: Any, where: Any):
 
 
 def least_bytes(report: Any) -> int:
-    """Return the bytes that any order of the same steps moves: what does not fit, once a step.
+    """Return the bytes that any order of the same steps moves: what does not fit, once a use.
 
-    A step needs each of the basis vectors once, and between restarts the basis grows by a vector,
-    which is written; a restart reads all and writes those that it keeps. The vectors that fit, and
-    those in the two buffers, need not be moved.
+    A sweep reads the vectors that it goes over, which the estimate of orthogonality asks for; a
+    step writes its vector; a restart reads all of the basis and writes what it keeps; the result is
+    combined from all. The vectors that fit, and those in the two buffers, need not be moved.
     """
     vector_bytes = report.basis_bytes // report.num_basis_vectors
-    room, capacity, count, moved = report.num_resident_vectors + 2, report.num_basis_vectors, 0, 0
-    kept = capacity - -(-(report.num_steps - capacity) // max(1, report.num_restarts))
-    for _ in range(report.num_steps):
-        if count == capacity:
-            moved += max(0, capacity - room) + max(0, kept - room)
-            count = kept
-        count += 1
-        moved += max(0, count - room) + (count > room)
-    return moved * vector_bytes
+    room, capacity = report.num_resident_vectors + 2, report.num_basis_vectors
+    swept = max(0, report.num_swept_vectors - room * report.num_sweeps)
+    # Each restart is of a full basis, and those kept are what the steps between did not append.
+    kept = report.num_restarts * capacity - (report.num_steps - capacity)
+    restarts = report.num_restarts * max(0, capacity - 2 * room) + kept
+    written = max(0, report.num_steps - room)
+    return vector_bytes * (swept + written + restarts + max(0, capacity - room))
 
 
 def measure_pca(options: Any, where: Any):

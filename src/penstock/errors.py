@@ -132,11 +132,14 @@ class RankError(PenstockError):
 
     Attributes:
         rank: The rank that has noticed.
+        best: From `penstock.spectral.eigs` the error that carries this rank's rows of the best
+            iterate; else None.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+        self.best: NoConvergenceError | None = None
 
 
 class NoConvergenceError(PenstockError):

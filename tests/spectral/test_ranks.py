@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from penstock.errors import RankError
 from penstock.spectral import CSR, SymmetricOperator, eigs
 from spectral_cases import dense, grid_laplacian, grid_spectrum, with_spectrum
 
@@ -69,6 +73,64 @@ def test_two_ranks_find_what_one_finds(tmp_path: Path):
         assert (matrix @ vectors - vectors * values).norm(dim=0).max() < 1e-11
     for part in parts:
         assert part["peak"][0] <= part["peak"][1]
+
+
+def die_or_notice(rank: int, directory: str) -> None:
+    """What each process runs: the second one is killed in a product, the first one notices."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/meeting",
+        rank=rank,
+        world_size=NUM_RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    matrix = grid_laplacian(SIDE, SIDE)
+    begin, end = (0, SPLIT) if rank == 0 else (SPLIT, SIDE * SIDE)
+    mine = rows_of(matrix, begin, end)
+    if rank == 1:
+        kill_after_products(150)
+    budget = 14 * (SIDE * SIDE - SPLIT) * 8 + 8192
+    with pytest.raises(RankError) as caught:
+        eigs(mine, 5, which="SA", group=dist.group.WORLD, max_bytes=budget, store=directory)
+    best = caught.value.best
+    rows = 0 if best is None or best.vectors is None else len(best.vectors)
+    found = {"message": str(caught.value), "rank": caught.value.rank, "rows": rows}
+    left = [each.name for each in threading.enumerate() if "spectral" in each.name]
+    torch.save(found | {"left": left}, f"{directory}/rank{rank}.pt")
+
+
+def kill_after_products(count: int) -> None:
+    """Make this process kill itself in the middle of a product."""
+    from penstock.spectral import _ranks
+
+    gather, calls = _ranks.RowsOfRanks._gather, []
+
+    def counted(self, x):
+        calls.append(1)
+        if len(calls) > count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(self, x)
+
+    _ranks.RowsOfRanks._gather = counted
+
+
+def test_a_rank_that_dies_is_said_and_the_best_iterate_is_kept(tmp_path: Path):
+    context = torch.multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=die_or_notice, args=(rank, str(tmp_path)))
+        for rank in range(NUM_RANKS)
+    ]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(120)
+    assert ranks[1].exitcode == -signal.SIGKILL
+    assert ranks[0].exitcode == 0
+    found = torch.load(tmp_path / "rank0.pt")
+    assert found["message"].startswith("rank 0 of 2: ") and found["rank"] == 0
+    assert "another rank has ended" in found["message"]
+    assert found["rows"] == SPLIT and found["left"] == []
 
 
 def test_functions_have_no_rows(tmp_path: Path):

@@ -8,17 +8,16 @@ file.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from penstock.memory import Extent, ExtentFile, Ledger, Link, Tier
-from penstock.memory.pages import DIRECT_IO_BYTES, map_anonymous, round_up
+from penstock.memory import ExtentFile, Ledger, Tier
+from penstock.memory.pages import DIRECT_IO_BYTES
+from penstock.spectral._lower import make_lower, make_workspace
+from penstock.spectral._native import rotate_rows
 
-NUM_BUFFERS = 2
 _CHUNK_BYTES = 4 * 2**20  # of a product in float64, or of rows that are rotated
 _ENOUGH = 0.5  # of its norm that a vector keeps, or it is orthogonalised once more
 
@@ -79,13 +78,14 @@ class Basis:
         accuracy: float = 0.0,
     ) -> None:
         # A sweep leaves rounding of what the vector was before it.
-        self._enough = min(_ENOUGH, torch.finfo(dtype).eps / max(accuracy, 1e-300))
+        self.enough = min(_ENOUGH, torch.finfo(dtype).eps / max(accuracy, 1e-300))
         self.count, self.capacity, self.length = 0, capacity, length
         self.dtype, self.device, self.reduce = dtype, device, reduce
         self.num_resident = min(num_resident, capacity)
         self._ledger = ledger
-        self._resident = torch.empty(self.num_resident, length, dtype=dtype, device=device)
-        self._lower = _make_lower(capacity - self.num_resident, length, dtype, device, file, ledger)
+        self._gram = torch.zeros(0, 0, dtype=wide_dtype(dtype))  # of the last rotation's vectors
+        self._resident = make_workspace(self.num_resident, length, dtype, device)
+        self._lower = make_lower(capacity - self.num_resident, length, dtype, device, file, ledger)
         self._device_bytes = self.num_resident * length * dtype.itemsize
         ledger.add(Tier.DEVICE, self._device_bytes)
 
@@ -98,14 +98,11 @@ class Basis:
                 self._lower.write(self.count - self.num_resident, vector)
             self.count += 1
 
-    def read(self, first: int, out: Tensor) -> Tensor:
-        """Copy the vectors from `first` on into `out`, (b, n), and return it."""
-        for place, index in zip(out, range(first, first + len(out)), strict=True):
-            if index < self.num_resident:
-                place.copy_(self._resident[index])
-            else:
-                place.copy_(next(self._lower.stream([index - self.num_resident]))[1])
-        return out
+    def fetch(self, index: int) -> Tensor:
+        """Return a vector on the device, (1, n), valid until another one is read or appended."""
+        if index < self.num_resident:
+            return self._resident[index : index + 1]
+        return self._lower.fetch(index - self.num_resident)[None]
 
     def orthogonalize(self, w: Tensor) -> Tensor:
         """Subtract from vectors, in place, what they have in common with all of the basis.
@@ -125,14 +122,92 @@ class Basis:
         if newest and self.count <= self.num_resident:
             group = slice(self.count - newest, self.count)
             self._subtract(self._resident[group], w, coefficients[group])
-        before = self._norms(w)
+        before = self.norms(w)
         for _ in range(3):
             self._sweep(w, coefficients)
-            after = self._norms(w)
-            if bool((after > self._enough * before).all()) or bool((after == 0).any()):
+            after = self.norms(w)
+            if bool((after > self.enough * before).all()) or bool((after == 0).any()):
                 break
             before = after
         return coefficients
+
+    def orthogonalize_locally(self, w: Tensor, num_newest: int = 2) -> Tensor:
+        """Subtract from a vector, in place, the components in the newest of the basis, twice.
+
+        Args:
+            w: Vector, (1, n).
+            num_newest: Vectors of the basis.
+
+        Returns:
+            Coefficients, (count, 1), in float64 or complex128; those of the others are zero.
+        """
+        coefficients = torch.zeros(self.count, 1, dtype=wide_dtype(w.dtype), device=w.device)
+        newest = range(self.count - 1, max(-1, self.count - 1 - num_newest), -1)
+        for index in (*newest, *newest):
+            self._subtract(self.fetch(index), w, coefficients[index : index + 1])
+        return coefficients
+
+    def orthogonalize_to(
+        self, rows: Tensor, w: Tensor, spare: Tensor, expected: Tensor | None = None
+    ) -> Tensor:
+        """Subtract the components in some vectors from a new vector and from the newest one.
+
+        Args:
+            rows: Places of the vectors, (r,), rising, all below the newest one.
+            w: New vector, (1, n).
+            spare: Workspace of one vector, (1, n), that is overwritten.
+            expected: Components in the vectors that the new one has, (r,), float64 or complex128,
+                where they are known and large: the vectors then are those of the last `rotate`, all
+                of them, and that they are not quite orthogonal is made up for.
+
+        Returns:
+            Coefficients of the new vector and of the newest one, (2, r), in float64 or complex128.
+        """
+        last, chosen = self.count - 1, rows.tolist()
+        both = (w, self.fetch(last))
+        found = torch.zeros(2, len(chosen), 1, dtype=wide_dtype(w.dtype), device=w.device)
+        num_above = int((rows < self.num_resident).sum())
+        extra = torch.zeros_like(found)
+        if expected is not None:
+            extra[0, :, 0] = self._make_up(expected, num_above).to(w.device)
+        spilled = [each - self.num_resident for each in chosen[num_above:]]
+        stream = self._lower.stream(spilled, keep=last - self.num_resident, spare=spare[0])
+        for turn, (_, vector) in enumerate(stream):
+            place = slice(num_above + turn, num_above + turn + 1)
+            self._subtract_two(vector[None], both, found[:, place], extra[:, place])
+        begin = 0
+        while begin < num_above:  # runs of neighbours, whose products are one
+            end = begin + 1
+            while end < num_above and chosen[end] == chosen[begin] + end - begin:
+                end += 1
+            group = self._resident[chosen[begin] : chosen[begin] + end - begin]
+            self._subtract_two(group, both, found[:, begin:end], extra[:, begin:end])
+            begin = end
+        if last >= self.num_resident:
+            self._lower.write(last - self.num_resident, both[1][0])
+        return found[..., 0]
+
+    def _make_up(self, expected: Tensor, num_above: int) -> Tensor:
+        """Return what coefficients differ by from the products that are found in order.
+
+        Of vectors with the Gram matrix G, components g have the coefficients c = G^-1 g; those
+        found one after the other, from the one at `num_above` on and the others last, lack
+        sum_k G_ik c_k of the ones before.
+        """
+        g = self._gram.clone()
+        coefficients = torch.linalg.solve(g, expected)
+        g.fill_diagonal_(0)
+        before = torch.zeros_like(g)
+        before[num_above:, num_above:] = g[num_above:, num_above:].tril()
+        before[:num_above, num_above:] = g[:num_above, num_above:]
+        return coefficients - expected + before @ coefficients
+
+    def _subtract_two(
+        self, group: Tensor, both: tuple[Tensor, Tensor], found: Tensor, extra: Tensor
+    ) -> None:
+        found += self.reduce(torch.stack([gram(group, each) for each in both])) + extra
+        for each, coefficients in zip(both, found, strict=True):
+            each.addmm_(coefficients.T.to(each.dtype), group, alpha=-1)
 
     def _sweep(self, w: Tensor, coefficients: Tensor) -> None:
         """Subtract the components in all vectors once: per group two products, one reduction."""
@@ -149,7 +224,8 @@ class Basis:
         coefficients += found
         w.addmm_(found.T.to(w.dtype), group, alpha=-1)
 
-    def _norms(self, w: Tensor) -> Tensor:
+    def norms(self, w: Tensor) -> Tensor:
+        """Return the norms of vectors, (b,), of (b, n), over all ranks."""
         squares = torch.stack([gram(each[None], each[None])[0, 0].real for each in w])
         return self.reduce(squares).sqrt()
 
@@ -160,13 +236,19 @@ class Basis:
             y: Coefficients, (count, kept), in float64 or complex128; `kept` is the new count.
         """
         kept = y.shape[1]
-        for part, chunk in self._chunks(range(self.count)):
-            rotated = (y.T @ chunk.to(y.dtype)).to(self.dtype)  # v'_j = sum_i y_ij v_i
+        if self.count <= self.num_resident:
+            total = rotate_rows(y, self._resident[: self.count], self._resident[:kept])
+        else:
+            total = torch.zeros(kept, kept, dtype=y.dtype, device=self.device)
             num = min(kept, self.num_resident)
-            self._resident[:num, part] = rotated[:num]
-            if kept > self.num_resident:
-                self._lower.write_part(part.start, rotated[num:])
+            for part, chunk in self._chunks(range(self.count)):
+                rotated = torch.empty(kept, chunk.shape[1], dtype=self.dtype, device=self.device)
+                total += rotate_rows(y, chunk, rotated)
+                self._resident[:num, part] = rotated[:num]
+                if kept > num:
+                    self._lower.write_part(part.start, rotated[num:])
         self.count = kept
+        self._gram = self.reduce(total).cpu()
 
     def combine(self, y: Tensor, out: Tensor) -> Tensor:
         """Write combinations of the vectors to `out`, (k, n), and return it; `y` is as above."""
@@ -192,237 +274,3 @@ class Basis:
         self._ledger.add(Tier.DEVICE, -self._device_bytes)
         self._device_bytes = 0
         self._resident = self._resident[:0]
-
-
-def buffer_bytes(length: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the buffers that vectors of a lower tier stream through."""
-    return NUM_BUFFERS * round_up(length * dtype.itemsize)
-
-
-def _make_lower(
-    capacity: int,
-    length: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    file: ExtentFile | None,
-    ledger: Ledger,
-) -> _NoVectors | _FileVectors | _HostVectors:
-    if capacity <= 0:
-        return _NoVectors()
-    if file is None:
-        return _HostVectors(capacity, length, dtype, device, ledger)
-    return _FileVectors(capacity, length, dtype, device, file, ledger)
-
-
-class _NoVectors:
-    """No vectors: all are on the device."""
-
-    def stream(self, indices: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        return iter(())
-
-    def stream_parts(self, count: int) -> Iterator[tuple[slice, Tensor]]:
-        return iter(())
-
-    def write(self, index: int, vector: Tensor) -> None:
-        raise AssertionError("no vector is below the device")
-
-    def write_part(self, begin: int, vectors: Tensor) -> None:
-        raise AssertionError("no vector is below the device")
-
-    def close(self) -> None:
-        pass
-
-
-class _HostVectors:
-    """Vectors in host memory, pinned where the device is a GPU, copied on a stream of their own."""
-
-    def __init__(
-        self, capacity: int, length: int, dtype: torch.dtype, device: torch.device, ledger: Ledger
-    ) -> None:
-        is_gpu = device.type == "cuda"
-        self._vectors = torch.empty(capacity, length, dtype=dtype, pin_memory=is_gpu)
-        self._buffers = torch.empty(NUM_BUFFERS, length, dtype=dtype, device=device)
-        self._stream = torch.cuda.Stream(device) if is_gpu else None
-        self._ledger, self._vector_bytes = ledger, length * dtype.itemsize
-        self._ledger.add(Tier.HOST, capacity * self._vector_bytes)
-        self._ledger.add(Tier.DEVICE, NUM_BUFFERS * self._vector_bytes)
-
-    def stream(self, indices: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        for turn, index in enumerate(indices):
-            buffer = self._buffers[turn % NUM_BUFFERS]
-            if self._stream is None:
-                buffer.copy_(self._vectors[index])
-            elif turn == 0:
-                self._copy(index, buffer)
-            if self._stream is not None:
-                torch.cuda.current_stream(buffer.device).wait_stream(self._stream)
-                if turn + 1 < len(indices):
-                    self._copy(indices[turn + 1], self._buffers[(turn + 1) % NUM_BUFFERS])
-            self._record(Link.HOST_TO_DEVICE, self._vector_bytes)
-            yield index, buffer
-
-    def _copy(self, index: int, buffer: Tensor) -> None:
-        assert self._stream is not None
-        # The buffer's last use was launched on the current stream before.
-        self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
-        with torch.cuda.stream(self._stream):
-            buffer.copy_(self._vectors[index], non_blocking=True)
-
-    def stream_parts(self, count: int) -> Iterator[tuple[slice, Tensor]]:
-        width = max(1, self._buffers.numel() // count // 2)
-        length = self._vectors.shape[1]
-        for begin in range(0, length, width):
-            part = slice(begin, min(begin + width, length))
-            chunk = self._vectors[:count, part].to(self._buffers.device)
-            self._record(Link.HOST_TO_DEVICE, chunk.numel() * chunk.element_size())
-            yield part, chunk
-
-    def write(self, index: int, vector: Tensor) -> None:
-        self._vectors[index].copy_(vector)
-        self._record(Link.DEVICE_TO_HOST, self._vector_bytes)
-
-    def write_part(self, begin: int, vectors: Tensor) -> None:
-        self._vectors[: len(vectors), begin : begin + vectors.shape[1]] = vectors.cpu()
-        self._record(Link.DEVICE_TO_HOST, vectors.numel() * vectors.element_size())
-
-    def _record(self, link: Link, num_bytes: int) -> None:
-        now = time.perf_counter_ns()
-        self._ledger.record_transfer(link, num_bytes, now, now)
-
-    def close(self) -> None:
-        self._ledger.add(Tier.HOST, -len(self._vectors) * self._vector_bytes)
-        if len(self._buffers):
-            self._ledger.add(Tier.DEVICE, -NUM_BUFFERS * self._vector_bytes)
-        self._vectors, self._buffers = self._vectors[:0], self._buffers[:0]
-
-
-class _FileVectors:
-    """Vectors in a file, read ahead by one thread into two buffers of page-aligned memory."""
-
-    def __init__(
-        self,
-        capacity: int,
-        length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        file: ExtentFile,
-        ledger: Ledger,
-    ) -> None:
-        self._length, self._dtype, self._device = length, dtype, device
-        self._file, self._ledger = file, ledger
-        self._vector_bytes = length * dtype.itemsize
-        self._stride_bytes = round_up(self._vector_bytes)
-        self._extent: Extent | None = file.allocate(capacity * self._stride_bytes)
-        self._capacity = capacity
-        self._memory = torch.frombuffer(
-            map_anonymous(NUM_BUFFERS * self._stride_bytes, private=True, huge_pages=True),
-            dtype=torch.uint8,
-        )
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-spectral")
-        is_ram = device.type == "cpu"
-        self._read_link = Link.FILE_TO_DEVICE if is_ram else Link.FILE_TO_HOST
-        self._write_link = Link.DEVICE_TO_FILE if is_ram else Link.HOST_TO_FILE
-        self._buffer_tier = Tier.DEVICE if is_ram else Tier.HOST
-        ledger.add(Tier.FILE, capacity * self._stride_bytes)
-        ledger.add(self._buffer_tier, NUM_BUFFERS * self._stride_bytes)
-
-    def _buffer(self, turn: int) -> Tensor:
-        begin = turn % NUM_BUFFERS * self._stride_bytes
-        return self._memory[begin : begin + self._stride_bytes]
-
-    def stream(self, indices: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield vectors in order; each is valid until the next is asked for."""
-        if not len(indices):
-            return
-        pending = self._start(indices[0], 0)
-        for turn, index in enumerate(indices):
-            self._wait(pending)
-            if turn + 1 < len(indices):
-                pending = self._start(indices[turn + 1], turn + 1)
-            try:
-                yield index, self._vector(self._buffer(turn))
-            except BaseException:
-                pending.exception()  # nothing may read into the buffers any more
-                raise
-
-    def _vector(self, buffer: Tensor) -> Tensor:
-        return buffer[: self._vector_bytes].view(self._dtype).to(self._device)
-
-    def _start(self, index: int, turn: int) -> Future[None]:
-        assert self._extent is not None
-        begin = index * self._stride_bytes
-        address = self._buffer(turn).data_ptr()
-        return self._threads.submit(self._read, [(address, self._stride_bytes, begin)])
-
-    def _read(self, pieces: list[tuple[int, int, int]]) -> None:
-        assert self._extent is not None
-        start = time.perf_counter_ns()
-        for address, num_bytes, begin in pieces:
-            self._file.read(self._extent, address, num_bytes, begin)
-        self._ledger.record_transfer(self._read_link, sum(size for _, size, _ in pieces), start)
-
-    def _wait(self, pending: Future[None]) -> None:
-        start = time.perf_counter_ns()
-        pending.result()
-        self._ledger.record_stall("basis", start, time.perf_counter_ns())
-
-    def stream_parts(self, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the same elements of the first `count` vectors, part by part."""
-        period = DIRECT_IO_BYTES // self._dtype.itemsize
-        width = max(period, self._stride_bytes // self._dtype.itemsize // count // period * period)
-        if width * count * self._dtype.itemsize > self._stride_bytes:
-            memory = torch.empty(NUM_BUFFERS, width * count, dtype=self._dtype)
-        else:
-            memory = self._memory.view(NUM_BUFFERS, -1).view(self._dtype)
-        begins = range(0, self._length, width)
-
-        def start(turn: int) -> tuple[Future[None], Tensor]:
-            begin = begins[turn]
-            whole = min(width, self._stride_bytes // self._dtype.itemsize - begin)
-            chunk = memory[turn % NUM_BUFFERS, : whole * count].view(count, whole)
-            pieces = [
-                (
-                    row.data_ptr(),
-                    whole * self._dtype.itemsize,
-                    at * self._stride_bytes + begin * self._dtype.itemsize,
-                )
-                for at, row in enumerate(chunk)
-            ]
-            return self._threads.submit(self._read, pieces), chunk
-
-        following = start(0)
-        for turn, begin in enumerate(begins):
-            (pending, chunk), end = following, min(begin + width, self._length)
-            self._wait(pending)
-            if turn + 1 < len(begins):
-                following = start(turn + 1)
-            try:
-                yield slice(begin, end), chunk[:, : end - begin].to(self._device)
-            except BaseException:
-                following[0].exception()
-                raise
-
-    def write(self, index: int, vector: Tensor) -> None:
-        """Write a vector; returns when it is written."""
-        self.write_part(0, vector[None], first=index)
-
-    def write_part(self, begin: int, vectors: Tensor, *, first: int = 0) -> None:
-        """Write elements from `begin` on, a multiple of a page, of the vectors from `first` on."""
-        assert self._extent is not None
-        item = self._dtype.itemsize
-        host = vectors.contiguous().cpu()
-        start = time.perf_counter_ns()
-        for row, vector in enumerate(host):
-            at = (first + row) * self._stride_bytes + begin * item
-            self._file.write(self._extent, vector.data_ptr(), len(vector) * item, at)
-        self._ledger.record_transfer(self._write_link, host.numel() * item, start)
-
-    def close(self) -> None:
-        if self._extent is None:
-            return
-        self._threads.shutdown(wait=True)
-        self._file.free(self._extent)
-        self._extent = None
-        self._ledger.add(Tier.FILE, -self._capacity * self._stride_bytes)
-        self._ledger.add(self._buffer_tier, -NUM_BUFFERS * self._stride_bytes)
-        self._memory = self._memory[:0]

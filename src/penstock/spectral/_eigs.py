@@ -90,6 +90,8 @@ def eigs(
         NoConvergenceError: It gave up, or the operator failed; the error has the best iterate.
         CapacityError: `max_bytes` is not enough.
         StoreError: The store cannot be used, or is full.
+        RankError: Another rank of the group has ended, or does not answer; its `best` has this
+            rank's rows of the best iterate.
     """
     check_arguments(k, which, tol, max_restarts)
     if which == "BE":

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from penstock.spectral._basis import Basis, gram, wide_dtype
 from penstock.spectral._filter import ChebyshevFilter, check_finite
+from penstock.spectral._lower import make_workspace
 from penstock.spectral._operator import LinearOperator, make_random
+from penstock.spectral._semiorthogonal import OrthogonalityEstimate
 
 _NEW = 1e-9  # relative: a value that has grown by more belongs to another eigenvector
 _UNITS = 32.0  # of rounding, of the largest value: by less two values do not differ
@@ -55,6 +57,8 @@ class ThickRestartLanczos:
         block: Vectors that the operator is applied to at once.
         max_restarts: Restarts after which it gives up.
         generator: Source of random vectors.
+        threshold: Components in the basis that a vector may keep until it is swept, of a block of
+            one vector; 0: each is swept against all of the basis.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class ThickRestartLanczos:
         block: int,
         max_restarts: int,
         generator: torch.Generator,
+        threshold: float = 0.0,
     ) -> None:
         self.operator, self.k, self.filter, self.basis = operator, k, filter, basis
         self.block, self.max_restarts = block, max_restarts
@@ -77,9 +82,15 @@ class ThickRestartLanczos:
         self._known = 0  # columns of H
         self._coupling = torch.zeros(block, block, dtype=wide)  # R of the last residual
         shape = (block, operator.length)
-        self._w = torch.empty(shape, dtype=operator.dtype, device=operator.device)
-        self._u = torch.empty_like(self._w)
+        self._w = make_workspace(*shape, operator.dtype, operator.device)
+        self._u = make_workspace(*shape, operator.dtype, operator.device)
         self._after_random = 0  # steps since the last random start
+        self.num_sweeps = self.num_swept = 0
+        self._expected: Tensor | None = None
+        self._estimate: OrthogonalityEstimate | None = None
+        if threshold:
+            unit = torch.finfo(operator.dtype).eps
+            self._estimate = OrthogonalityEstimate(basis.capacity, wide, unit, threshold)
 
     def solve(
         self,
@@ -157,18 +168,57 @@ class ThickRestartLanczos:
         basis, block = self.basis, self.block
         while True:
             at = basis.count - block
-            basis.read(at, self._u)
+            self._u, self._w = self._w, self._u  # what was appended last
             self._w, self._u = self.filter.apply(self.operator, self._u, self._w)
-            column = basis.orthogonalize(self._w).cpu()
+            if self._estimate is None:
+                column = basis.orthogonalize(self._w).cpu()
+                self._count_sweep(basis.count)
+            else:
+                column = self._orthogonalize_partly(self._estimate).cpu()
             check_finite(float(column.abs().sum()))
             self._h[: at + block, at : at + block] = column
             self._known = basis.count
             self.num_steps += 1
             self._after_random += 1
             self._coupling = self._normalize(self._w)
+            if self._estimate is not None:
+                self._estimate.accept()
             if basis.count + block > min(basis.capacity, self.operator.global_length):
                 return
             basis.append(self._w)
+
+    def _orthogonalize_partly(self, estimate: OrthogonalityEstimate) -> Tensor:
+        """Subtract the two newest vectors, and those to which orthogonality would be lost."""
+        basis, at, w = self.basis, self.basis.count - 1, self._w
+        column = basis.orthogonalize_locally(w, 1 if estimate.is_first else 2)
+        check_finite(float(column.abs().sum()))
+        h = self._h[: at + 1, : at + 1].clone()
+        h[:, at] = column[:, 0].cpu()
+        h = torch.triu(h) + torch.triu(h, 1).mH
+        is_first, before = estimate.is_first, float(basis.norms(w))
+        expected = self._expected if is_first else None
+        rows = estimate.advance(h, before)
+        is_own = rows >= 0 if is_first and expected is None else estimate.choose_own(rows)
+        if expected is not None:  # known to all digits, while what is found has rounding in it
+            column[rows, 0] += expected.to(column.device)
+        for _ in range(3 if len(rows) else 0):
+            found = basis.orthogonalize_to(rows, w, self._u, expected).cpu()
+            self._count_sweep(len(rows))
+            if expected is not None:
+                found[0] -= expected
+            column[rows, 0] += torch.where(is_own, found[0], 0).to(column.device)
+            estimate.leave_out(h, found[0, ~is_own], found[1])
+            after = float(basis.norms(w))
+            if is_first:
+                estimate.amplify(before / max(after, 1e-300))
+            if after > basis.enough * before or after == 0:
+                break
+            before, expected = after, None
+        return column
+
+    def _count_sweep(self, num_vectors: int) -> None:
+        self.num_sweeps += 1
+        self.num_swept += num_vectors
 
     def best(self) -> RitzPairs:
         """Return the Ritz pairs of what is known."""
@@ -205,6 +255,12 @@ class ThickRestartLanczos:
         self._h.zero_()
         self._h[:kept, :kept] = torch.diag(pairs.values[:kept]).to(self._h.dtype)
         self._known = kept
+        if self._estimate is not None:
+            dropped = pairs.residuals[:kept] if at_random else None
+            # A y_i = theta_i y_i + r s_i, so y_i has s_i of the product with r.
+            last = pairs.vectors[-1, :kept]
+            self._expected = None if at_random else (self._coupling[0, 0] * last).conj()
+            self._estimate.restart(pairs.vectors[:, :kept], dropped)
         if at_random:
             self._append_random()
         else:
@@ -225,6 +281,8 @@ class ThickRestartLanczos:
         self.filter = better
         self._normalize(self._w)
         self.basis.append(self._w)
+        if self._estimate is not None:
+            self._estimate.begin()
 
     def _append_random(self) -> None:
         self._steps_before_random += self._after_random
@@ -232,6 +290,8 @@ class ThickRestartLanczos:
         self._coupling = torch.zeros_like(self._coupling)
         self._w.copy_(make_random((len(self._w), self._w.shape[1]), self.operator, self._generator))
         self.basis.orthogonalize(self._w)
+        if self.basis.count:
+            self._count_sweep(self.basis.count)
         self._normalize(self._w)
         self.basis.append(self._w)
 

@@ -25,6 +25,7 @@ from penstock.spectral._solve import make_report
 from penstock.units import format_bytes
 
 _ROUNDING = 8.0  # times the rounding unit and the norms: residuals are not asked to be less
+_MORE = 8  # steps after convergence
 _SMALL = 128  # rows of a problem that is solved densely
 _REFRESH = 20  # iterations after which products are computed anew
 _ITERATIONS_PER_RESTART = 20
@@ -108,18 +109,14 @@ class BlockConjugateGradients:
     def solve(self) -> Eigenpairs:
         """Return the wanted pairs, rising."""
         problem = self.problem
-        x = self._first_block()
-        x, _, bx = self._orthonormalize(x, [])
-        ax = self._apply_a(x)
-        x, ax, bx, values = self._rayleigh_ritz(x, ax, bx)
+        x, ax, bx, values = self._refresh(self._first_block())
         empty = x[:0]
         p, ap, bp = empty, empty, empty
         best = (values, x.clone(), torch.full_like(values, torch.inf))
+        num_more, has_converged = _MORE if problem.tol == 0 else 0, False
         for self._num_steps in range(1, _ITERATIONS_PER_RESTART * problem.max_restarts + 1):
             if self._num_steps % _REFRESH == 0:
-                x, _, bx = self._orthonormalize(x, [])
-                ax = self._apply_a(x)
-                x, ax, bx, values = self._rayleigh_ritz(x, ax, bx)
+                x, ax, bx, values = self._refresh(x)
                 p, ap, bp = empty, empty, empty
             residual = ax - values[:, None].to(x.dtype) * bx
             norms = _norms(residual)
@@ -127,9 +124,14 @@ class BlockConjugateGradients:
             wanted = slice(0, problem.k)
             if float(norms[wanted].max()) <= float(best[2][wanted].max()):
                 best = (values.clone(), x.clone(), norms)
-            good = norms <= self._tolerances(values, x)
+            allowed = self._tolerances(values, x)
+            good = norms <= allowed
             if bool(good[wanted].all()):
-                return self._finish(x, ax, bx, values)
+                # A few steps more for residuals of one rounding unit, where all digits are wanted.
+                better = norms <= allowed / _ROUNDING
+                if not num_more or bool(better[wanted].all()):
+                    return self._finish(best[1])
+                num_more, has_converged, good = num_more - 1, True, better
             w = self._apply_m(residual[~good])
             w, _, bw = self._orthonormalize(w, [(x, bx), (p, bp)])
             if not len(w):  # nothing new is left: the rounding errors of products are the limit
@@ -141,7 +143,14 @@ class BlockConjugateGradients:
             x, ax, bx, values, p, ap, bp = self._step(
                 torch.cat([x, w, p]), torch.cat([ax, aw, ap]), torch.cat([bx, bw, bp]), len(x)
             )
+        if has_converged:
+            return self._finish(best[1])
         raise self._give_up(best)
+
+    def _refresh(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return Ritz vectors of a span with products that are computed anew, and their values."""
+        x, _, bx = self._orthonormalize(x, [])
+        return self._rayleigh_ritz(x, self._apply_a(x), bx)
 
     def _first_block(self) -> Tensor:
         problem = self.problem
@@ -239,11 +248,10 @@ class BlockConjugateGradients:
         floor = _ROUNDING * unit * (self._norm_a + values.abs() * self._norm_b)
         return torch.maximum(self.problem.tol * values.abs(), floor) * _norms(x)
 
-    def _finish(self, x: Tensor, ax: Tensor, bx: Tensor, values: Tensor) -> Eigenpairs:
+    def _finish(self, x: Tensor) -> Eigenpairs:
         """Return the pairs with products that are computed anew."""
         k = self.problem.k
-        x, _, bx = self._orthonormalize(x, [])
-        x, ax, bx, values = self._rayleigh_ritz(x, self._apply_a(x), bx)
+        x, _, _, values = self._refresh(x)
         x, values = x[:k], values[:k]
         ax, bx = self._apply_a(x), self._apply_b(x)
         residuals = _norms(ax - values[:, None].to(x.dtype) * bx)

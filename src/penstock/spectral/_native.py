@@ -1,4 +1,4 @@
-"""Sparse products and sums of covariances on the CPU in C++, or by torch without a compiler."""
+"""Products, combinations and covariances on the CPU in C++, or by torch without a compiler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from penstock.memory.pages import round_up
 
 KINDS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """Dtypes of values, in the order of `kind` in `combine.cpp`."""
+_SOURCES = ("combine", "covariance", "rotate")
 _ROOM_BYTES = 2**19  # of rows in float64, which stay in a cache
 _LEAST_ROOM_ROWS = 64
+_PIECE = 2048  # elements: of `rotate.cpp`
+_ROTATED_ELEMENTS = 1 << 19  # of vectors that torch rotates at once
 _PANEL = 8  # columns: a multiple of the numbers in a register
 
 
@@ -58,6 +61,22 @@ class Covariance:
     padded: int
     room_rows: int
     is_double: bool
+    num_threads: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rotation:
+    """`struct Rotation` of `rotate.cpp`; rows lie apart, so these are addresses."""
+
+    rows: int
+    out: int
+    y: Tensor
+    grams: Tensor
+    num_vectors: int
+    num_kept: int
+    length: int
+    from_stride: int
+    to_stride: int
     num_threads: int
 
 
@@ -158,6 +177,44 @@ def combine_rows(
     library.penstock_combine_rows(ctypes.byref(to_struct(call)))
 
 
+def rotate_rows(y: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """Compute combinations of vectors, `out_j = sum_i y_ij v_i`, and their Gram matrix.
+
+    Args:
+        y: Coefficients, (m, q), float64 or complex128.
+        rows: Vectors, (m, n), each contiguous.
+        out: Result, (q, n), each contiguous; it may be the first of the vectors.
+
+    Returns:
+        <out_a, out_b>, (q, q), of the dtype of `y`.
+    """
+    library = _library() if rows.device.type == "cpu" else None
+    kept, length = out.shape
+    if library is None or rows.dtype != torch.float64 or y.dtype != torch.float64 or not kept:
+        return _rotate_by_torch(y, rows, out)
+    grams = torch.zeros(-(-length // _PIECE), kept, kept, dtype=torch.float64)
+    call = Rotation(
+        *(rows.data_ptr(), out.data_ptr(), y.contiguous(), grams, len(rows), kept, length),
+        *(rows.stride(0), out.stride(0)),
+        num_threads=torch.get_num_threads() if rows.numel() > 1 << 16 else 1,
+    )
+    library.penstock_rotate_rows(ctypes.byref(to_struct(call)))
+    upper = grams.sum(0).triu()
+    return upper + upper.triu(1).T
+
+
+def _rotate_by_torch(y: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    total = torch.zeros(len(out), len(out), dtype=y.dtype, device=rows.device)
+    width = max(1, _ROTATED_ELEMENTS // max(1, len(rows)))
+    for begin in range(0, rows.shape[1], width):
+        part = slice(begin, begin + width)
+        rotated = (y.T @ rows[:, part].to(y.dtype)).to(out.dtype)
+        out[:, part] = rotated
+        rotated = rotated.to(y.dtype)
+        total += rotated.conj() @ rotated.T
+    return total
+
+
 def _combine_by_torch(
     offsets: Tensor,
     columns: Tensor,
@@ -196,12 +253,13 @@ def add_scaled(
 def _library() -> ctypes.CDLL | None:
     return load_optional_library(
         "spectral",
-        [THREADS, *(Path(__file__).with_name(f"{name}.cpp") for name in ("combine", "covariance"))],
+        [THREADS, *(Path(__file__).with_name(f"{name}.cpp") for name in _SOURCES)],
         flags=("-O3", "-march=native"),
         functions={
             "penstock_combine_rows": (None, [ctypes.c_void_p]),
             "penstock_add_covariance": (None, [ctypes.c_void_p]),
+            "penstock_rotate_rows": (None, [ctypes.c_void_p]),
         },
-        work="sparse matrices are multiplied by vectors, and covariances summed",
+        work="sparse matrices are multiplied by vectors, and vectors combined",
         otherwise="by torch, slower",
     )

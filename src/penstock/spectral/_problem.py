@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.errors import CapacityError
 from penstock.memory import ExtentFile, Ledger
-from penstock.spectral._basis import buffer_bytes
+from penstock.spectral._lower import buffer_bytes
 from penstock.spectral._operator import LinearOperator
 from penstock.units import format_bytes
 
@@ -60,8 +60,13 @@ def num_basis_vectors(k: int) -> int:
     return max(2 * k + 16, 32)
 
 
-def plan_basis(problem: StandardProblem, *, squared: bool) -> BasisPlan:
+def plan_basis(
+    problem: StandardProblem, *, squared: bool, most_block: int | None = None
+) -> BasisPlan:
     """Plan a basis and its residency within the budget.
+
+    A block has at most `most_block` vectors, or those that the operator is best applied to; an
+    operator that is `squared` needs vectors between its products.
 
     Raises:
         CapacityError: The budget does not hold the workspace, or the basis does not fit into it and
@@ -69,7 +74,7 @@ def plan_basis(problem: StandardProblem, *, squared: bool) -> BasisPlan:
     """
     operator, k = problem.operator, problem.k
     vector_bytes = max(1, operator.most_length * operator.dtype.itemsize)
-    block = max(1, min(operator.block, k))
+    block = max(1, min(operator.block, k, most_block or k))
     num_vectors = min(num_basis_vectors(k), operator.global_length)
     blocks = 3 if squared else 2  # vectors and their products, and those between
     if problem.max_bytes is None:

@@ -5,19 +5,36 @@ Sums over ranks are those of small Gram matrices; the vectors of a product are g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.errors import RankError
 from penstock.spectral._operator import LinearOperator
 
 
 def rank_of(group: Any) -> int:
     """Return the rank of this process in a group; 0 without one."""
     return 0 if group is None else dist.get_rank(group)
+
+
+@contextlib.contextmanager
+def watch(group: Any) -> Iterator[None]:
+    """Raise RankError where a collective call fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        raise RankError(
+            f"rank {rank} of {num_ranks}: a sum or an exchange of vectors failed: another rank has "
+            "ended, has raised an error, or has not made the same call within the group's timeout; "
+            f"its own message says why. Start all ranks again. ({error})",
+            rank=rank,
+        ) from error
 
 
 def reduce_over(group: Any) -> Callable[[Tensor], Tensor]:
@@ -27,7 +44,8 @@ def reduce_over(group: Any) -> Callable[[Tensor], Tensor]:
 
     def reduce(tensor: Tensor) -> Tensor:
         summed = tensor.contiguous()
-        dist.all_reduce(summed, group=group)
+        with watch(group):
+            dist.all_reduce(summed, group=group)
         return summed
 
     return reduce
@@ -46,7 +64,8 @@ def count_rows(operator: Any, group: Any) -> int:
             f"{type(operator).__name__}"
         )
     total = torch.tensor([int(shape[0])])
-    dist.all_reduce(total, group=group)
+    with watch(group):
+        dist.all_reduce(total, group=group)
     return int(total)
 
 
@@ -68,11 +87,12 @@ class RowsOfRanks(LinearOperator):
         self._rows, self._group = rows, group
         counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
         counts[dist.get_rank(group)] = rows.length
-        dist.all_reduce(counts, group=group)
-        self._counts = counts.tolist()
         # What ranks decide by must be the same on all.
         sweeps = torch.tensor([rows.sweep_bytes, rows.length])
-        dist.all_reduce(sweeps, op=dist.ReduceOp.MAX, group=group)
+        with watch(group):
+            dist.all_reduce(counts, group=group)
+            dist.all_reduce(sweeps, op=dist.ReduceOp.MAX, group=group)
+        self._counts = counts.tolist()
         self.sweep_bytes, self.most_length = sweeps.tolist()
         self.exchanged_bytes = 0
 
@@ -92,7 +112,8 @@ class RowsOfRanks(LinearOperator):
         padded = x.new_zeros(len(x), most)
         padded[:, : x.shape[1]] = x
         parts = [torch.empty_like(padded) for _ in self._counts]
-        dist.all_gather(parts, padded, group=self._group)
+        with watch(self._group):
+            dist.all_gather(parts, padded, group=self._group)
         self.exchanged_bytes += (len(parts) - 1) * padded.numel() * padded.element_size()
         return torch.cat([p[:, :c] for p, c in zip(parts, self._counts, strict=True)], 1)
 

@@ -24,6 +24,10 @@ class SpectralReport(Report, title="penstock.spectral"):
     """Steps, in each of which a block of vectors was orthogonalised."""
     num_restarts: int
     """Restarts of the basis."""
+    num_sweeps: int = 0
+    """Sweeps, in which vectors were orthogonalised against some of the basis or all of it."""
+    num_swept_vectors: int = 0
+    """Vectors of the basis that the sweeps went over."""
     num_basis_vectors: int
     """Vectors of the basis."""
     num_resident_vectors: int

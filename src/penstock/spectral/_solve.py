@@ -10,9 +10,9 @@ import warnings
 import torch
 from torch import Tensor
 
-from penstock.errors import CapacityError, NoConvergenceError
+from penstock.errors import CapacityError, NoConvergenceError, RankError
 from penstock.memory import Link, Tier
-from penstock.spectral._basis import Basis, gram, wide_dtype
+from penstock.spectral._basis import Basis, gram
 from penstock.spectral._filter import (
     ChebyshevFilter,
     SpectrumEstimate,
@@ -22,17 +22,24 @@ from penstock.spectral._filter import (
 from penstock.spectral._lanczos import RitzPairs, ThickRestartLanczos
 from penstock.spectral._operator import LinearOperator, SquaredOperator
 from penstock.spectral._problem import BasisPlan, StandardProblem, plan_basis
+from penstock.spectral._refinement import refine_pairs, solve_projected
 from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
 _MOST_POLISHES = 4
 _POLISHED = 4.0  # times what is asked for: less than that polishing does not give
+_MOST_REFINEMENTS = 2
+_NEAR, _MOST_NEAR = 1e-7, 8  # of the norm; pairs, beyond as many as are wanted
+_REFINED_DEGREE, _REFINED_DAMPED = 6, 0.107  # T_6 is above 30 where T_6 damps so much less
+_REFINED = 0.5  # times what is asked for: with less there is nothing to refine
 _POLISH_DEGREE, _POLISH_GAIN = 12, 1e6
 _DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not damped by polishing
 _ESTIMATE_STEPS = 20
 _ACCEPTED = 1e3  # times what is asked for, where no polishing helps: the rounding of squares
 _WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
 _ORTHOGONAL = 1e-2  # times tol: residuals do not see components that are less (Simon 1984)
+_LEAST_LIMIT = 64.0  # rounding units: below that sweeps are due at nearly every step
+_LOCAL_PASSES = 10.0  # over a vector and one of the two before it, of a step without a sweep
 _FEW_ROWS = 4096  # of a matrix that a dense solver has room and time for
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
 
@@ -45,12 +52,12 @@ class StandardSolution:
         self._started = time.perf_counter()
         self._estimate: SpectrumEstimate | None = None
         self._scale = 0.0
-        self._tightening = 1.0
         self._filter = ChebyshevFilter()
         self._iterated: LinearOperator = problem.operator
         self._plan = BasisPlan(0, 0, 1)
         self._costs = 1.0, 1.0
         self._lanczos: ThickRestartLanczos | None = None
+        self._is_partial = False
 
     def solve(self) -> Eigenpairs:
         """Return the pairs, in rising order.
@@ -60,8 +67,7 @@ class StandardSolution:
             CapacityError, StoreError: The budget or the store has no room.
         """
         self._choose()
-        problem, plan = self.problem, self._plan
-        operator = problem.operator
+        problem, plan, operator = self.problem, self._plan, self.problem.operator
         basis = Basis(
             *(plan.num_vectors, operator.length, operator.dtype, operator.device),
             num_resident=plan.num_resident,
@@ -77,21 +83,29 @@ class StandardSolution:
             block=plan.block,
             max_restarts=problem.max_restarts,
             generator=problem.generator,
+            threshold=self._component_limit(self._filter) if self._is_partial else 0.0,
         )
         try:
-            try:
-                start = self._fit_start(problem.start)
-                pairs = lanczos.solve(start, self._is_converged, self._refine)
-            except StopIteration:
-                raise self._give_up(f"after {problem.max_restarts} restarts") from None
-            except Exception as error:
-                if isinstance(error, CapacityError) or not lanczos.num_steps:
-                    raise
-                raise self._give_up(f"because {type(error).__name__}: {error}") from error
-            return self._finish(pairs, basis)
+            return self._finish(self._iterate(lanczos), basis)
         finally:
             basis.close()
             problem.ledger.add(Tier.DEVICE, -workspace)
+
+    def _iterate(self, lanczos: ThickRestartLanczos) -> RitzPairs:
+        """Return what has converged, or raise the error that has the best iterate."""
+        try:
+            start = self._fit_start(self.problem.start)
+            return lanczos.solve(start, self._is_converged, self._refine)
+        except StopIteration:
+            raise self._give_up(f"after {self.problem.max_restarts} restarts") from None
+        except RankError as error:
+            if lanczos.num_steps:
+                error.best = self._give_up("before another rank ended")
+            raise
+        except Exception as error:
+            if isinstance(error, CapacityError) or not lanczos.num_steps:
+                raise
+            raise self._give_up(f"because {type(error).__name__}: {error}") from error
 
     def _choose(self) -> None:
         """Choose what is iterated with, from an estimate of the spectrum where products are cheap.
@@ -101,19 +115,20 @@ class StandardSolution:
         problem, operator = self.problem, self.problem.operator
         squared = problem.which == "SM"
         plan = plan_basis(problem, squared=squared)
-        alone = dataclasses.replace(plan, block=1)
+        alone = plan_basis(problem, squared=squared, most_block=1)
         if plan.num_resident == plan.num_vectors and self._is_cheap(alone):
             # A block takes nearly as many steps as a vector does, each of as many products as it
             # has vectors: only where the basis is read from a file is it worth that.
             plan = alone
-        product, sweep = self._count_bytes(plan)
         is_cheap = self._is_cheap(plan)
-        needs_estimate = is_cheap or squared
-        if needs_estimate:
+        if is_cheap or squared:
             steps = min(operator.global_length - 1, max(60, 2 * plan.num_vectors))
             self._estimate = estimate_spectrum(operator, steps, problem.generator, problem.reduce)
             self._scale = self._estimate.norm
         sign, squares = self._direction()
+        if is_cheap and not squares and self._component_limit(ChebyshevFilter(sign)):
+            plan, self._is_partial = alone, True
+        product, sweep = self._count_bytes(plan)
         if squares:
             self._iterated = SquaredOperator(operator)
             self._estimate = estimate_spectrum(
@@ -121,20 +136,45 @@ class StandardSolution:
             )
             product *= 2
         elif squared:
-            plan = dataclasses.replace(plan_basis(problem, squared=False), block=plan.block)
+            plan = plan_basis(problem, squared=False, most_block=plan.block)
         self._plan = plan
         self._filter = ChebyshevFilter(sign)
         if self._estimate is not None and (is_cheap or squares):
             self._costs = product, sweep
             self._filter = self._make_filter(self._estimate, sign)
 
+    def _component_limit(self, chebyshev: ChebyshevFilter) -> float:
+        """Return the components in the basis that vectors may keep; 0: as few as possible.
+
+        Residuals of the filtered operator see them times its norm.
+        """
+        problem, estimate = self.problem, self._estimate
+        unit = torch.finfo(problem.operator.dtype).eps
+        if estimate is None or len(estimate.ritz) < problem.k:
+            return 0.0
+        ritz = sorted(estimate.ritz, key=lambda each: -chebyshev.sign * each)[: problem.k]
+        values = [chebyshev.value(each) for each in ritz]
+        norm = max(1.0, *(abs(chebyshev.value(each)) for each in (estimate.low, estimate.high)))
+        least = min(
+            problem.tol * abs(each) * chebyshev.slope(value)
+            for each, value in zip(ritz, values, strict=True)
+        )
+        limit = min(math.sqrt(unit), _ORTHOGONAL * least / norm)
+        return limit if limit > _LEAST_LIMIT * unit else 0.0
+
     def _count_bytes(self, plan: BasisPlan) -> tuple[float, float]:
         """Return the bytes of a product and of orthogonalising, for each vector of a block."""
-        operator = self.problem.operator
+        operator, k = self.problem.operator, self.problem.k
         vector_bytes = operator.most_length * operator.dtype.itemsize
-        spilled = plan.num_vectors - plan.num_resident
-        sweep = 2.0 * vector_bytes * (plan.num_vectors + self.problem.k) / 2
-        sweep += _FILE_COST * spilled * vector_bytes
+        count, spilled = plan.num_vectors, plan.num_vectors - plan.num_resident
+        if self._is_partial:
+            # A restart keeps some 1.5 k vectors: it reads all, writes those and sweeps over them.
+            kept = min(1.5 * k, 0.75 * count)
+            share = (count + 2 * kept) / (count - kept)
+            moved = (1 + share) * vector_bytes * spilled / count
+            sweep = 2.0 * vector_bytes * (_LOCAL_PASSES + 2 * share) + _FILE_COST * moved
+        else:
+            sweep = 2.0 * vector_bytes * (count + k) / 2 + _FILE_COST * spilled * vector_bytes
         product = operator.sweep_bytes / plan.block + 4.0 * vector_bytes + operator.gather_bytes
         return product, sweep / plan.block
 
@@ -224,22 +264,34 @@ class StandardSolution:
             least = 0.25 * float(found.max())
             slopes = torch.tensor([chebyshev.slope(each) for each in values])
             slopes *= 2 * found.clamp(min=max(least, 1e-300))
-        wanted = self._tolerances(found.double()) * self._tightening
-        return bool((pairs.residuals[:k] <= wanted * slopes.double()).all())
+        wanted = self._tolerances(found.double()) * slopes.double()
+        return bool((pairs.residuals[:k] <= wanted).all())
 
     # ------------------------------------------------------------------ the end
 
     def _finish(self, pairs: RitzPairs, basis: Basis) -> Eigenpairs:
         """Return the Ritz pairs of the operator itself, polished until they are good enough."""
-        x = self._combine(pairs, basis, self.problem.k)
+        k, near = self.problem.k, self._count_near(pairs)
+        x = self._combine(pairs, basis, k + near)
+        wanted = slice(near, None) if self._filter.sign > 0 else slice(0, k)
+
+        def is_within(factor: float) -> bool:
+            return bool((residuals <= factor * self._tolerances(values))[wanted].all())
+
         values, x, residuals = self._rayleigh_ritz(x)
         for _ in range(_MOST_POLISHES):
-            if bool((residuals <= _POLISHED * self._tolerances(values)).all()):
+            if is_within(_POLISHED):
                 break
             self._polish(x, self._choose_polish(values))
             values, x, residuals = self._rayleigh_ritz(x)
-        if self.problem.max_bytes is None and bool((residuals > self._tolerances(values)).any()):
-            values, x, residuals = self._improve(values, x, residuals)
+        for _ in range(_MOST_REFINEMENTS if self.problem.max_bytes is None else 0):
+            if is_within(_REFINED):
+                break
+            found = self._improve(values, x)
+            if float(found[2][wanted].max()) >= float(residuals[wanted].max()):
+                break
+            values, x, residuals = found
+        values, x, residuals = values[wanted], x[wanted], residuals[wanted]
         bad = residuals > _ACCEPTED * self._tolerances(values)
         if bool(bad.any()):
             raise NoConvergenceError(
@@ -250,14 +302,18 @@ class StandardSolution:
                 vectors=x.T,
                 residuals=residuals,
             )
+        self._warn_of(values, residuals)
+        return Eigenpairs(values, x.T, residuals, self.report())
+
+    def _warn_of(self, values: Tensor, residuals: Tensor) -> None:
+        """Warn of residuals that polishing could not make what was asked for."""
         if bool((residuals > _POLISHED * self._tolerances(values)).any()):
             warnings.warn(
                 f"penstock.spectral: residuals are up to {float(residuals.max()):.3g}, where "
                 f"{float(self._tolerances(values).max()):.3g} was asked for: rounding keeps them "
                 "from falling. The result's `residuals` has each",
-                stacklevel=4,
+                stacklevel=5,
             )
-        return Eigenpairs(values, x.T, residuals, self.report())
 
     def _combine(self, pairs: RitzPairs, basis: Basis, k: int) -> Tensor:
         operator = self.problem.operator
@@ -266,38 +322,45 @@ class StandardSolution:
 
     def _rayleigh_ritz(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return eigenvalues, vectors and residuals of the operator on the span of `x`."""
-        reduce, operator = self.problem.reduce, self.problem.operator
-        for _ in range(2):
-            factor = torch.linalg.cholesky(reduce(gram(x, x)))
-            _rotate(x, torch.linalg.inv(factor).mH)
-        block = self._plan.block
-        h = torch.empty(len(x), len(x), dtype=wide_dtype(x.dtype), device=x.device)
-        for begin in range(0, len(x), block):
-            part = x[begin : begin + block]
-            h[:, begin : begin + block] = gram(x, operator.apply(part, torch.empty_like(part)))
-        h = reduce(h)
-        values, y = torch.linalg.eigh((h + h.mH) / 2)
-        _rotate(x, y)
-        residuals = torch.empty(len(x), dtype=torch.float64, device=x.device)
-        for begin in range(0, len(x), block):
-            part = x[begin : begin + block]
-            found = operator.apply(part, torch.empty_like(part))
-            found -= values[begin : begin + block, None].to(found.dtype) * part
-            residuals[begin : begin + block] = torch.stack(
-                [gram(each[None], each[None])[0, 0].real for each in found]
-            )
-        return values.cpu(), x, reduce(residuals).sqrt().cpu()
+        problem = self.problem
+        return solve_projected(problem.operator, x, block=self._plan.block, reduce=problem.reduce)
 
-    def _improve(
-        self, values: Tensor, x: Tensor, residuals: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return pairs that are polished once more, or those given, which are as good."""
+    def _count_near(self, pairs: RitzPairs) -> int:
+        """Return the pairs that are wanted no more but so near that rounding mixes them in."""
+        k, chebyshev = self.problem.k, self._filter
+        if self.problem.max_bytes is not None or self._iterated is not self.problem.operator:
+            return 0
+        values = pairs.values[k - 1 : min(len(pairs.values), 2 * k + _MOST_NEAR)].tolist()
+        at = [chebyshev.eigenvalue(each) for each in values]
+        is_near = [
+            each > 1 and abs(place - at[0]) <= _NEAR * self._scale
+            for each, place in zip(values, at, strict=True)
+        ]
+        slopes = torch.tensor([chebyshev.slope(each) for each in values], dtype=torch.float64)
+        is_good = (pairs.residuals[k - 1 :][: len(at)] <= _NEAR * self._scale * slopes).tolist()
+        count = 1
+        while count < len(at) and is_near[count] and is_good[count]:
+            count += 1
+        return count - 1
+
+    def _improve(self, values: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return pairs that are refined."""
+        problem = self.problem
+        if self._iterated is problem.operator:
+            polish = self._choose_polish(values, _REFINED_DAMPED)
+            if polish.half_width < _NEAR * self._scale:  # all of the spectrum is at one place
+                return values, x, torch.full_like(values, torch.inf)
+            return refine_pairs(
+                *(problem.operator, values, x),
+                dataclasses.replace(polish, degree=_REFINED_DEGREE),
+                block=self._plan.block,
+                reduce=problem.reduce,
+            )
         again = x.clone()
         self._polish(again, self._choose_polish(values))
-        found = self._rayleigh_ritz(again)
-        return found if float(found[2].max()) < float(residuals.max()) else (values, x, residuals)
+        return self._rayleigh_ritz(again)
 
-    def _choose_polish(self, values: Tensor) -> ChebyshevFilter:
+    def _choose_polish(self, values: Tensor, damped: float = _DAMPED) -> ChebyshevFilter:
         """Return a filter that damps rounding errors, which are spread over all of the spectrum.
 
         What lies close to the wanted values stays: it hardly adds to the residuals.
@@ -311,7 +374,7 @@ class StandardSolution:
         found = values if self._iterated is self.problem.operator else values**2
         worst, best = float((sign * found).min()), float((sign * found).max())
         low = min(sign * estimate.low, sign * estimate.high)
-        cut = worst - _DAMPED * (worst - low)
+        cut = worst - damped * (worst - low)
         center, half_width = (cut + low) / 2, max((cut - low) / 2, 1e-300)
         most = math.acosh(max(1 + 1e-12, (best - center) / half_width))
         degree = max(2, min(_POLISH_DEGREE, round(math.acosh(_POLISH_GAIN) / most)))
@@ -361,6 +424,8 @@ class StandardSolution:
             degree=self._filter.degree,
             num_steps=lanczos.num_steps if lanczos else 0,
             num_restarts=lanczos.num_restarts if lanczos else 0,
+            num_sweeps=lanczos.num_sweeps if lanczos else 0,
+            num_swept=lanczos.num_swept if lanczos else 0,
             num_vectors=plan.num_vectors,
             num_resident=plan.num_resident,
         )
@@ -399,6 +464,8 @@ def make_report(
     num_restarts: int,
     num_vectors: int,
     num_resident: int,
+    num_sweeps: int = 0,
+    num_swept: int = 0,
 ) -> SpectralReport:
     """Return the report of a solution that was started at a time of `time.perf_counter`."""
     ledger, operator = problem.ledger, problem.operator
@@ -408,6 +475,8 @@ def make_report(
         num_products=operator.num_products,
         num_steps=num_steps,
         num_restarts=num_restarts,
+        num_sweeps=num_sweeps,
+        num_swept_vectors=num_swept,
         num_basis_vectors=num_vectors,
         num_resident_vectors=num_resident,
         basis_bytes=num_vectors * operator.length * operator.dtype.itemsize,
@@ -421,11 +490,3 @@ def make_report(
 
 _READS = (Link.FILE_TO_DEVICE, Link.FILE_TO_HOST, Link.HOST_TO_DEVICE)
 _WRITES = (Link.DEVICE_TO_FILE, Link.HOST_TO_FILE, Link.DEVICE_TO_HOST)
-
-
-def _rotate(x: Tensor, y: Tensor) -> None:
-    """Replace vectors by combinations, x'_j = sum_i y_ij x_i, chunk by chunk."""
-    width = 1 << 16
-    for begin in range(0, x.shape[1], width):
-        part = x[:, begin : begin + width]
-        part.copy_((y.T @ part.to(y.dtype)).to(x.dtype))
