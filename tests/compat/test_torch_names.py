@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from penstock.compat import autograd, dispatch, dynamo, fake_tensors
+from penstock.compat import autograd, dispatch, dynamo, fake_tensors, optimizers
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "penstock"
 _PRIVATE = re.compile(r"torch(\.\w+)*\._[A-Za-z]")
@@ -50,6 +54,19 @@ def test_every_way_to_use_one_is_seen(source):
 )
 def test_public_names_are_none(source):
     assert private_names(source) == []
+
+
+def test_hooks_around_all_optimizers():
+    hook = print
+    assert hook not in optimizers.global_step_hooks()
+    handles = [
+        register_optimizer_step_pre_hook(hook),
+        register_optimizer_step_post_hook(hook),
+    ]
+    assert optimizers.global_step_hooks().count(hook) == 2
+    for each in handles:
+        each.remove()
+    assert hook not in optimizers.global_step_hooks()
 
 
 def test_backward_passes_have_numbers():

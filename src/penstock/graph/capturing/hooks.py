@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from penstock.compat.optimizers import global_step_hooks
 
 _LIBRARIES = ("torch.", "penstock.")  # whose hooks around all optimizers only look on
 
@@ -28,8 +29,8 @@ def describe_step_hooks(optimizer: torch.optim.Optimizer) -> str | None:
             f"the {kind} has hooks around step(), which run Python that a graph does not hold; "
             "remove them (register_step_pre_hook, register_step_post_hook)"
         )
-    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    if not all((getattr(hook, "__module__", "") or "").startswith(_LIBRARIES) for hook in hooks):
+    modules = (getattr(hook, "__module__", "") or "" for hook in global_step_hooks())
+    if not all(name.startswith(_LIBRARIES) for name in modules):
         return (
             "there are hooks around step() of all optimizers, which run Python that a graph does "
             "not hold; remove them (register_optimizer_step_pre_hook, "
