@@ -42,6 +42,7 @@ _LEAST_LIMIT = 64.0  # rounding units: below that sweeps are due at nearly every
 _LOCAL_PASSES = 10.0  # over a vector and one of the two before it, of a step without a sweep
 _FEW_ROWS = 4096  # of a matrix that a dense solver has room and time for
 _FILE_COST = 8.0  # bytes of memory that move in the time of a byte of the file
+_PARTIAL_FILE_COST = 2.0  # where few steps sweep: most is read and written while products run
 
 
 class StandardSolution:
@@ -172,7 +173,7 @@ class StandardSolution:
             kept = min(1.5 * k, 0.75 * count)
             share = (count + 2 * kept) / (count - kept)
             moved = (1 + share) * vector_bytes * spilled / count
-            sweep = 2.0 * vector_bytes * (_LOCAL_PASSES + 2 * share) + _FILE_COST * moved
+            sweep = 2.0 * vector_bytes * (_LOCAL_PASSES + 2 * share) + _PARTIAL_FILE_COST * moved
         else:
             sweep = 2.0 * vector_bytes * (count + k) / 2 + _FILE_COST * spilled * vector_bytes
         product = operator.sweep_bytes / plan.block + 4.0 * vector_bytes + operator.gather_bytes
