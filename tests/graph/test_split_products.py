@@ -12,6 +12,7 @@ from torch import nn
 from penstock.errors import InfeasibleError, PlanError
 from penstock.graph import StepGraph, capture, run, split
 from penstock.graph.splitting._choice import needed_bytes
+from penstock.graph.splitting._forms import find_slice_form
 from penstock.planner import Plan, check, plan
 from test_slices import head_case, sgd
 
@@ -77,6 +78,16 @@ def test_few_slices_where_few_are_enough():
         for parts in (split(graph, needed // divisor, products=True) for divisor in (2, 8, 32))
     ]
     assert counts == sorted(counts) and counts[0] < counts[-1]
+
+
+def test_operators_whose_first_operand_is_no_view_stay_whole():
+    graph = make(bias=True)[2]
+    targets = ("aten.mm.default", "aten.addmm.default", "aten.sum.dim_IntList")
+    found = [operator for operator in graph.operators if operator.target in targets]
+    assert {operator.target for operator in found} == set(targets)
+    for operator in found:
+        changed = dataclasses.replace(operator, args=(None, *operator.args[1:]))
+        assert find_slice_form(graph, changed, products=True) is None
 
 
 def test_gradients_in_half_precision_are_not_summed_slice_by_slice():

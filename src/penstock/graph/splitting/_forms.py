@@ -165,7 +165,8 @@ def _find_form(operator: Operator) -> SliceForm | None:
 
 def _find_product_form(operator: Operator) -> SliceForm | None:
     target, args, (output, *_) = operator.target, operator.args, operator.outputs or (None,)
-    if output is None or operator.kwargs:
+    is_known = target in (PRODUCT, PRODUCT_AND_BIAS, SUM) and isinstance(args[0], TensorView)
+    if output is None or operator.kwargs or not is_known:
         return None
     if target == PRODUCT:
         return _product_form(operator)
