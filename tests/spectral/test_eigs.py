@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.errors import NoConvergenceError
 from penstock.spectral import CSR, SymmetricOperator, eigs
 from penstock.unified import unify
 from spectral_cases import dense, grid_laplacian, grid_spectrum, residuals, with_spectrum
@@ -69,6 +70,55 @@ def test_a_loose_tolerance_misses_none_either():
         pairs = eigs(grid_laplacian(side, side), 8, which="SA", tol=1e-3)
         expected = grid_spectrum(side, side)[:8]
         torch.testing.assert_close(pairs.values, expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("num_vectors", [100, 14])
+def test_a_loose_tolerance_is_kept_and_verified_once(tmp_path, num_vectors: int):
+    """Values go on growing within it, which is no reason to look for missed ones again."""
+    matrix, budget = grid_laplacian(61, 61), 8 * 61 * 61 * num_vectors
+    for which, tol in (("LA", 1e-2), ("LA", 1e-4), ("SA", 1e-4)):
+        pairs = eigs(matrix, 6, which=which, tol=tol, max_bytes=budget, store=tmp_path)
+        assert bool((pairs.residuals <= tol * pairs.values.abs()).all())
+        assert pairs.report.num_restarts < 20
+        exact = wanted(grid_spectrum(61, 61), 6, which)
+        torch.testing.assert_close(pairs.values, exact, rtol=tol, atol=0)
+
+
+@pytest.mark.parametrize("num_vectors", [None, 72, 40])
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_values_that_thicken_towards_the_wanted_end(is_sparse: bool, num_vectors: int | None):
+    """ARPACK needs 2,600 products, in as many passes over the matrix."""
+    spectrum = torch.linspace(0.2154, 4.64, 200, dtype=torch.float64) ** 3
+    matrix = with_spectrum(spectrum)
+    source = matrix.to_sparse_csr() if is_sparse else matrix
+    budget = None if num_vectors is None else 8 * 200 * num_vectors
+    pairs = eigs(source, 6, which="SA", tol=1e-6, max_bytes=budget)
+    torch.testing.assert_close(pairs.values, spectrum[:6], rtol=1e-6, atol=0)
+    assert bool((pairs.residuals <= 1e-6 * pairs.values).all())
+    assert pairs.report.num_steps < (2000 if num_vectors == 40 else 600)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_few_rows_that_lanczos_is_slow_for_are_solved_densely(dtype):
+    """ARPACK needs 50,000 products."""
+    spectrum = torch.logspace(-2, 2, 600, dtype=torch.float64)
+    matrix = with_spectrum(spectrum, dtype=dtype)
+    operator = SymmetricOperator(lambda v: matrix @ v, 600, dtype=dtype)
+    for source in (matrix, operator):
+        pairs = eigs(source, 6, which="SA", tol=1e-6)
+        assert pairs.report.method == "dense"
+        torch.testing.assert_close(pairs.values, spectrum[:6], rtol=1e-9, atol=0)
+    assert pairs.report.num_products < 3 * 600  # those of the matrix included
+    with pytest.raises(NoConvergenceError, match="3 restarts"):
+        eigs(matrix, 6, which="SA", tol=1e-6, max_restarts=3)
+
+
+def test_what_was_mixed_in_by_looking_for_copies_converges_too():
+    """Two of five are of an eigenvalue that is there three times: the next copies come late."""
+    for seed in range(3):
+        for which in ("SA", "LA"):
+            pairs = eigs(grid_laplacian(11, 11, 11), 5, which=which, seed=seed)
+            assert float(pairs.residuals.max()) < 2e-14
 
 
 def test_a_callable_misses_no_multiple_eigenvalue():

@@ -72,7 +72,9 @@ def test_sweeps_that_are_not_needed_are_left_out(store):
     assert report.peak_device_bytes <= budget
     assert report.num_swept_vectors / report.num_steps < 8
     assert other.num_swept_vectors / other.num_steps > 20
-    assert report.bytes_read / report.num_steps < 0.4 * other.bytes_read / other.num_steps
+    # Besides the sweeps a step reads a vector, a restart and the result all of the basis.
+    most = report.num_swept_vectors + report.num_steps + 36 * (report.num_restarts + 1)
+    assert report.num_basis_vectors == 36 and report.bytes_read <= 8 * 20_000 * most
 
 
 @pytest.mark.parametrize("which", ["LA", "SA"])

@@ -23,6 +23,8 @@ from penstock.partitioner.axes import GraphAxes, OperatorAxes, Use, find_axes
 _WHOLE, _SUM = -1, -2
 _SLACK = 1e-6  # of bytes, which are sums of fractions
 
+_Digits = tuple[tuple[int, int], ...]  # levels that split an axis, and a rank's place in each
+
 
 def check(graph: StepGraph, partition: Partition) -> None:
     """Raise unless a partition fits its graph, its budget and its own figures.
@@ -57,7 +59,8 @@ class _Checker:
         self.collectives: dict[int, list[Collective]] = {}
         for each in partition.collectives:
             self.collectives.setdefault(each.operator, []).append(each)
-        self._pieces = functools.cache(self._find_pieces)
+        self._num_common = functools.cache(self._count_common)
+        self._mask = functools.cache(self._find_mask)
         self._received = functools.cache(self._count_received)
         self.placements = [self._read_placement(i) for i in range(len(graph.storages))]
 
@@ -166,30 +169,20 @@ class _Checker:
                     rule="exchange",
                 )
 
-    def _find_pieces(
-        self, storage: int, placement: tuple[int, ...]
-    ) -> tuple[tuple[np.ndarray, ...], ...]:
-        """Return for each rank and axis a mask of the indices that it has."""
-        extents = self.axes.sizes(storage)
-        return tuple(
-            tuple(
-                self._mask(extent, axis, placement, coordinates)
-                for axis, extent in enumerate(extents)
-            )
-            for coordinates in self.ranks
-        )
+    def _count_common(self, extent: int, one: _Digits, other: _Digits) -> int:
+        """Return how many indices of an axis belong to two pieces of it."""
+        return int((self._mask(extent, one) & self._mask(extent, other)).sum())
 
-    def _mask(
-        self, extent: int, axis: int, placement: tuple[int, ...], coordinates: tuple[int, ...]
-    ) -> np.ndarray:
-        levels = [level for level, each in enumerate(placement) if each == axis]
+    def _find_mask(self, extent: int, digits: _Digits) -> np.ndarray:
+        """Return a mask of the indices of an axis that a rank has."""
+        levels = dict(digits)
         with_digit = self._levels_with_digit(extent)
         mask, block = np.ones(extent, dtype=bool), extent
         indices = np.arange(extent)
         for level in with_digit if set(levels) <= set(with_digit) else levels:
             block //= self.sizes[level]
             if level in levels:
-                mask &= indices // block % self.sizes[level] == coordinates[level]
+                mask &= indices // block % self.sizes[level] == levels[level]
         return mask
 
     def _levels_with_digit(self, extent: int) -> list[int]:
@@ -214,15 +207,16 @@ class _Checker:
         if any(b == _SUM and a >= 0 for a, b in zip(held, need, strict=True)):
             raise PlanError("a piece of a tensor is read as a partial sum", rule="exchange")
         added_up, held = self._add_up(storage, num_bytes, held, need, blocked)
-        elements = math.prod(self.axes.sizes(storage))
-        most = 0
+        extents, most = self.axes.sizes(storage), 0
         keeps_nothing = self._keeps_nothing(storage, held, need, blocked)
-        pieces = zip(self._pieces(storage, held), self._pieces(storage, need), strict=True)
-        for has, wants in pieces:
-            wanted = math.prod(int(mask.sum()) for mask in wants)
-            common = math.prod(int((a & b).sum()) for a, b in zip(has, wants, strict=True))
+        for rank in self.ranks:
+            wanted = common = 1
+            for axis, extent in enumerate(extents):
+                wants = _digits_along(axis, need, rank)
+                wanted *= self._num_common(extent, wants, wants)
+                common *= self._num_common(extent, _digits_along(axis, held, rank), wants)
             most = max(most, wanted - (0 if keeps_nothing else common))
-        return added_up + num_bytes * most / elements
+        return added_up + num_bytes * most / math.prod(extents)
 
     def _keeps_nothing(
         self, storage: int, held: tuple[int, ...], need: tuple[int, ...], blocked: frozenset[int]
@@ -324,3 +318,7 @@ class _Checker:
             last = len(graph.operators) - 1 if lasts else max(uses.get(storage, [-1]))
             if last >= first:
                 yield storage, first, last
+
+
+def _digits_along(axis: int, placement: tuple[int, ...], rank: tuple[int, ...]) -> _Digits:
+    return tuple((level, rank[level]) for level, each in enumerate(placement) if each == axis)

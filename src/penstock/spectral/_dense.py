@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import time
 
 import torch
 from torch import Tensor
 
+from penstock.errors import NoConvergenceError
 from penstock.memory import Tier
 from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._operator import LinearOperator
-from penstock.spectral._problem import StandardProblem
+from penstock.spectral._problem import StandardProblem, num_basis_vectors
 from penstock.spectral._report import Eigenpairs
-from penstock.spectral._solve import make_report
+from penstock.spectral._solve import make_report, solve_standard
 
 _MOST_ROWS = 1024  # of a matrix whose eigenvalues are all computed for those around zero
+_MOST_ROWS_AFTER = 2048  # of one for which that is done where Lanczos is slow
 
 
 def is_dense_better(problem: StandardProblem) -> bool:
@@ -25,6 +29,32 @@ def is_dense_better(problem: StandardProblem) -> bool:
     num_rows = problem.operator.length
     is_small = problem.which == "SM" and num_rows <= _MOST_ROWS
     return is_small and (problem.max_bytes is None or _dense_bytes(problem) <= problem.max_bytes)
+
+
+def solve_or_densify(problem: StandardProblem) -> Eigenpairs:
+    """Solve by Lanczos, and if that takes more products than there are rows, by a factorisation.
+
+    The matrix costs as many products once more, so both together at most twice the cheaper one.
+
+    Raises:
+        NoConvergenceError: It gave up, at a matrix too large for that, or the operator failed.
+        CapacityError, StoreError: The budget or the store has no room.
+    """
+    k, num_rows = problem.k, problem.operator.global_length
+    block = min(problem.operator.block, k)
+    steps = (num_basis_vectors(k, block) - k) / (3 * block)  # the fewest between restarts
+    most_restarts = math.ceil(num_rows / steps)
+    is_possible = num_rows == problem.operator.length and num_rows <= _MOST_ROWS_AFTER
+    if problem.max_bytes is not None:
+        is_possible = is_possible and _dense_bytes(problem) <= problem.max_bytes
+    if not is_possible or most_restarts >= problem.max_restarts:
+        return solve_standard(problem)
+    try:
+        return solve_standard(dataclasses.replace(problem, max_restarts=most_restarts))
+    except NoConvergenceError as error:
+        if error.__cause__ is not None:  # of the operator
+            raise
+    return solve_dense(problem)
 
 
 def _dense_bytes(problem: StandardProblem) -> int:

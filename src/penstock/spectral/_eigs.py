@@ -12,22 +12,21 @@ from torch import Tensor
 
 from penstock.memory import ExtentFile, FileStore, Ledger
 from penstock.spectral._basis import gram
-from penstock.spectral._dense import is_dense_better, solve_dense
+from penstock.spectral._dense import is_dense_better, solve_dense, solve_or_densify
 from penstock.spectral._filter import check_finite
 from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
 from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
 from penstock.spectral._report import Eigenpairs, add_reports
-from penstock.spectral._solve import solve_standard
 from penstock.spectral._sources import Surroundings, as_operator
-from penstock.spectral._tiles import TiledOperator
+from penstock.spectral._tiles import TILE_BLOCK, TiledOperator
 from penstock.units import parse_bytes
 
 Which = Literal["LA", "SA", "LM", "SM", "BE"]
 _WHICH = ("LA", "SA", "LM", "SM", "BE")
 _SMALL = 128  # rows of a matrix that is solved densely
-_MOST_RESTARTS = 1000
+_MOST_RESTARTS = 3000
 
 
 def eigs(
@@ -75,7 +74,8 @@ def eigs(
             rounding of the operator's norm. Where rounding keeps residuals above four times that,
             a warning says so.
         start: Vectors to begin with, (n,) or (n, b), such as those of a similar operator.
-        max_restarts: Restarts of the basis before it gives up.
+        max_restarts: Restarts of the basis before it gives up. Of at most 2,048 rows all
+            eigenvalues are computed before that, where the budget holds the dense matrix.
         seed: Of the random vectors.
         group: Process group whose ranks each have rows of the operator, and of all vectors.
 
@@ -106,7 +106,7 @@ def eigs(
         options |= {"max_restarts": max_restarts, "seed": seed, "group": group}
         return _solve_both_ends(operator, k, options)
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
-    num_vectors = 10 if store is not None else num_basis_vectors(k) + 8
+    num_vectors = 10 if store is not None else num_basis_vectors(k, min(k, TILE_BLOCK)) + 8
     around = Surroundings(
         budget_bytes=budget,
         num_reserved=num_vectors,
@@ -146,7 +146,7 @@ def eigs(
             return solve_dense(problem)
         if prefers_lobpcg(problem):
             return solve_generalized(problem, None, None)
-        return solve_standard(problem)
+        return solve_or_densify(problem)
 
 
 def _open_pair(

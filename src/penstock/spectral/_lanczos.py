@@ -25,8 +25,11 @@ from penstock.spectral._lower import make_workspace
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._semiorthogonal import OrthogonalityEstimate
 
-_NEW = 1e-9  # relative: a value that has grown by more belongs to another eigenvector
+_NEW = 1e-9  # relative: a value that has grown by less belongs to the same eigenvector
 _UNITS = 32.0  # of rounding, of the largest value: by less two values do not differ
+_MOST_KEPT = 2 / 3  # of the vectors beyond those that are wanted, by a restart
+_LEAST_STEPS = 6  # of a block between restarts, where the basis has room for twice as many
+_MOST_SETTLING = 8
 _REFINE = 4  # restarts after which the filter is looked at again
 _ODDS = 100.0  # a random vector has at least 1 / (100 sqrt(n)) of an eigenvector
 
@@ -113,11 +116,13 @@ class ThickRestartLanczos:
             StopIteration: There were `max_restarts`; `best` has what was reached.
         """
         self._begin(start)
-        verified: Tensor | None = None  # the values that a random start is compared with
+        verified: RitzPairs | None = None  # what is compared with a random start
+        num_settling = 0  # restarts in which what the random start mixed in converges too
         while True:
             self._extend()
             pairs = self.best()
-            if not is_converged(pairs):
+            has_converged = is_converged(pairs)
+            if not has_converged:
                 if verified is not None and self._is_larger(pairs, verified):
                     verified = None
                 if verified is None and self.num_restarts % _REFINE == _REFINE - 1:
@@ -126,24 +131,28 @@ class ThickRestartLanczos:
                         self._change_filter(pairs, better)
                         continue
             elif verified is None or self._is_larger(pairs, verified):
-                verified = pairs.values[: self.k]
+                verified = pairs
                 self._restart(pairs, self.k, at_random=True)
                 continue
             if verified is not None and self._after_random >= self._steps_to_show(verified):
-                return pairs
+                num_settling += 1
+                if has_converged or num_settling > _MOST_SETTLING:
+                    return pairs
             if self._known >= self.operator.global_length:
                 return pairs
             self._restart(pairs, self._num_kept(pairs))
 
-    def _is_larger(self, pairs: RitzPairs, verified: Tensor) -> bool:
-        found = pairs.values[: self.k]
+    def _is_larger(self, pairs: RitzPairs, verified: RitzPairs) -> bool:
+        """Return whether a value has grown by more than it could by converging further."""
+        found, before = pairs.values[: self.k], verified.values[: self.k]
         rounding = _UNITS * torch.finfo(self.operator.dtype).eps * float(pairs.values.abs().max())
-        return bool((found - verified > _NEW * verified.abs().clamp(min=1) + rounding).any())
+        converging = verified.residuals[: self.k].clamp(min=_NEW * before.abs().clamp(min=1))
+        return bool((found - before > converging + rounding).any())
 
-    def _steps_to_show(self, verified: Tensor) -> int:
+    def _steps_to_show(self, verified: RitzPairs) -> int:
         """Return the steps after which a value above the k-th is seen, if there is one."""
         # T_s(mu_k) >= 100 sqrt(n), where all that is not wanted lies in [-1, 1].
-        worst = float(verified[-1])
+        worst = float(verified.values[self.k - 1])
         if self.filter.degree == 1:
             return self._steps_unfiltered
         growth = math.acosh(max(worst, 1.0 + 1e-4))
@@ -236,10 +245,13 @@ class ThickRestartLanczos:
         """Return how many vectors a restart keeps: the wanted ones and some that help them.
 
         Convergence in the m - q steps to come goes by the gap behind what is kept, so a cluster is
-        kept as a whole (Wu and Simon 2000, section 5).
+        kept as a whole (Wu and Simon 2000, section 5). Where the spectrum thickens at the wanted
+        end the gaps of Ritz values promise too much: what is kept beyond them is limited.
         """
         theta, k, m = pairs.values, self.k, self._known
-        first, last = k + 1, min(self.basis.capacity - 2 * self.block, m - 1)
+        least = min(_LEAST_STEPS, (m - k) / (2 * self.block))
+        most = min(int(m - least * self.block), k + int(_MOST_KEPT * (m - k)))
+        first, last = k + 1, min(most, m - 1)
         if first >= last:
             return min(max(k, last), m - 1)
         # maximise (m - q) sqrt((theta_k - theta_q+1) / (theta_k - theta_m))

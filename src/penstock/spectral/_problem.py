@@ -55,9 +55,12 @@ class BasisPlan:
     block: int
 
 
-def num_basis_vectors(k: int) -> int:
+_LEAST_POWERS = 13  # of the operator in a basis: with fewer, blocks restart too often
+
+
+def num_basis_vectors(k: int, block: int = 1) -> int:
     """Return how many vectors a basis for k pairs has, of an operator with enough rows."""
-    return max(2 * k + 16, 32)
+    return max(2 * k + 16, 32, k + _LEAST_POWERS * block)
 
 
 def plan_basis(
@@ -75,14 +78,18 @@ def plan_basis(
     operator, k = problem.operator, problem.k
     vector_bytes = max(1, operator.most_length * operator.dtype.itemsize)
     block = max(1, min(operator.block, k, most_block or k))
-    num_vectors = min(num_basis_vectors(k), operator.global_length)
     blocks = 3 if squared else 2  # vectors and their products, and those between
-    if problem.max_bytes is None:
-        return BasisPlan(num_vectors, num_vectors, block)
+    fitting = block
+    while True:
+        num_vectors = min(num_basis_vectors(k, fitting), operator.global_length)
+        needed_bytes = (num_vectors + blocks * fitting) * vector_bytes
+        if problem.max_bytes is None or needed_bytes <= problem.max_bytes:
+            return BasisPlan(num_vectors, num_vectors, fitting)
+        if fitting == 1:
+            break
+        fitting -= 1
     while True:
         room_bytes = problem.max_bytes - blocks * block * vector_bytes
-        if room_bytes >= num_vectors * vector_bytes:
-            return BasisPlan(num_vectors, num_vectors, block)
         streamed_bytes = room_bytes - buffer_bytes(operator.most_length, operator.dtype)
         if block == 1 or streamed_bytes >= 0:
             break

@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from penstock.errors import CapacityError, NoConvergenceError, RankError
+from penstock.errors import CapacityError, NoConvergenceError, RankError, stacklevel_of_user
 from penstock.memory import Link, Tier
 from penstock.spectral._basis import Basis, gram
 from penstock.spectral._filter import (
@@ -27,11 +27,11 @@ from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
 _MOST_POLISHES = 4
-_POLISHED = 4.0  # times what is asked for: less than that polishing does not give
+_POLISHED = 4.0  # times what rounding leaves: less than that polishing does not give
 _MOST_REFINEMENTS = 2
 _NEAR, _MOST_NEAR = 1e-7, 8  # of the norm; pairs, beyond as many as are wanted
 _REFINED_DEGREE, _REFINED_DAMPED = 6, 0.107  # T_6 is above 30 where T_6 damps so much less
-_REFINED = 0.5  # times what is asked for: with less there is nothing to refine
+_REFINED = 0.5  # times what rounding leaves: with less there is nothing to refine
 _POLISH_DEGREE, _POLISH_GAIN = 12, 1e6
 _DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not damped by polishing
 _ESTIMATE_STEPS = 20
@@ -240,11 +240,15 @@ class StandardSolution:
         )
         return torch.cat([start, drawn.to(start.device)])
 
-    def _tolerances(self, eigenvalues: Tensor) -> Tensor:
-        """Return how large residuals may be, for eigenvalues of the operator."""
+    def _tolerances(self, eigenvalues: Tensor, factor: float = 1.0) -> Tensor:
+        """Return how large residuals may be, for eigenvalues of the operator.
+
+        They are not asked to be less than a factor times what rounding leaves of them.
+        """
         unit = torch.finfo(self.problem.operator.dtype).eps
         self._scale = max(self._scale, float(eigenvalues.abs().max()))
-        return (self.problem.tol * eigenvalues.abs()).clamp(min=_ROUNDING * unit * self._scale)
+        rounding = _ROUNDING * unit * self._scale
+        return (self.problem.tol * eigenvalues.abs()).clamp(min=factor * rounding)
 
     def _is_converged(self, pairs: RitzPairs) -> bool:
         k, chebyshev = self.problem.k, self._filter
@@ -277,7 +281,7 @@ class StandardSolution:
         wanted = slice(near, None) if self._filter.sign > 0 else slice(0, k)
 
         def is_within(factor: float) -> bool:
-            return bool((residuals <= factor * self._tolerances(values))[wanted].all())
+            return bool((residuals <= self._tolerances(values, factor))[wanted].all())
 
         values, x, residuals = self._rayleigh_ritz(x)
         for _ in range(_MOST_POLISHES):
@@ -308,12 +312,12 @@ class StandardSolution:
 
     def _warn_of(self, values: Tensor, residuals: Tensor) -> None:
         """Warn of residuals that polishing could not make what was asked for."""
-        if bool((residuals > _POLISHED * self._tolerances(values)).any()):
+        if bool((residuals > self._tolerances(values, _POLISHED)).any()):
             warnings.warn(
                 f"penstock.spectral: residuals are up to {float(residuals.max()):.3g}, where "
                 f"{float(self._tolerances(values).max()):.3g} was asked for: rounding keeps them "
                 "from falling. The result's `residuals` has each",
-                stacklevel=5,
+                stacklevel=stacklevel_of_user(),
             )
 
     def _combine(self, pairs: RitzPairs, basis: Basis, k: int) -> Tensor:

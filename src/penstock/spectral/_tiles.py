@@ -31,7 +31,7 @@ from penstock.units import format_bytes
 
 _LEAST_TILE_BYTES = 256 << 10
 _TILE_BYTES = 32 * 2**20
-_BLOCK = 4  # vectors that share a read of the operator
+TILE_BLOCK = 4  # vectors that share a read of the operator
 
 
 class TileSource(abc.ABC):
@@ -347,7 +347,7 @@ class TiledOperator(LinearOperator):
     ) -> None:
         num_rows = source.shape[0]
         total = source.tile_bytes(0, num_rows)
-        super().__init__(num_rows, source.dtype, device, sweep_bytes=total, block=_BLOCK)
+        super().__init__(num_rows, source.dtype, device, sweep_bytes=total, block=TILE_BLOCK)
         room = budget_bytes
         if room is not None:
             room = max(0, room - num_reserved * num_rows * source.dtype.itemsize)
