@@ -45,6 +45,20 @@ def test_complex_hermitian_with_dense_mass():
     assert float(residuals(a, pairs, b).max()) < 1e-11
 
 
+@pytest.mark.parametrize("which", ["LA", "SA"])
+def test_residuals_are_at_most_those_of_arpack(which: str):
+    linalg = pytest.importorskip("scipy.sparse.linalg")
+    for seed in range(3):
+        a = with_spectrum(torch.linspace(-3, 3.01, 200, dtype=torch.float64) ** 3, seed=seed)
+        b = with_spectrum(torch.linspace(1, 3, 200, dtype=torch.float64), seed=seed + 100)
+        pairs = eigs(a, 6, which=which, B=b, seed=seed)
+        start = torch.randn(200, generator=torch.Generator().manual_seed(seed)).double()
+        values, vectors = linalg.eigsh(a.numpy(), 6, b.numpy(), which=which, v0=start.numpy())
+        theirs = torch.from_numpy(a.numpy() @ vectors - b.numpy() @ vectors * values).norm(dim=0)
+        assert float(residuals(a, pairs, b).max()) <= float(theirs.max())
+        torch.testing.assert_close(pairs.values, torch.from_numpy(values), rtol=0, atol=1e-11)
+
+
 def test_a_preconditioner_saves_steps():
     """The stiff matrix that plain iterations hardly get on with: its condition is 1e8."""
     spectrum = torch.logspace(-4, 4, 200, dtype=torch.float64)

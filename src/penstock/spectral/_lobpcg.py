@@ -20,11 +20,13 @@ from penstock.spectral._dense import solve_dense
 from penstock.spectral._filter import check_finite
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
+from penstock.spectral._refinement import find_turn
 from penstock.spectral._report import Eigenpairs, SpectralReport
 from penstock.spectral._solve import make_report
 from penstock.units import format_bytes
 
 _ROUNDING = 8.0  # times the rounding unit and the norms: residuals are not asked to be less
+_MOST_REFINEMENTS = 2  # by which residuals become those of the rounding of a product
 _MORE = 8  # steps after convergence
 _SMALL = 128  # rows of a problem that is solved densely
 _REFRESH = 20  # iterations after which products are computed anew
@@ -253,9 +255,42 @@ class BlockConjugateGradients:
         k = self.problem.k
         x, _, _, values = self._refresh(x)
         x, values = x[:k], values[:k]
-        ax, bx = self._apply_a(x), self._apply_b(x)
-        residuals = _norms(ax - values[:, None].to(x.dtype) * bx)
+        residuals = _norms(self._residual(x, values))
+        is_refined = self.problem.tol == 0 and self.problem.max_bytes is None
+        for _ in range(_MOST_REFINEMENTS if is_refined else 0):
+            better, shifted = self._refine(x, values)
+            norms = _norms(self._residual(better, shifted))
+            if float(norms.max()) >= float(residuals.max()):
+                break
+            x, values, residuals = better, shifted, norms
         return Eigenpairs(*self._order(values, x, residuals), self._report())
+
+    def _residual(self, x: Tensor, values: Tensor) -> Tensor:
+        return self._apply_a(x) - values[:, None].to(x.dtype) * self._apply_b(x)
+
+    def _refine(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Ritz vectors plus corrections of the first order, and their values.
+
+        What is added is as small as the residual, and so is its rounding: X (Y - 1) + W C, where
+        Y are the eigenvectors of X^H A X, and W^H (A - w B) W C = -W^H R.
+        """
+        r = self._residual(x, values)
+        g = gram(x, r)
+        center = values.mean()
+        h = torch.diag(values - center).to(g.dtype) + (g + g.mH) / 2
+        shifted, y = torch.linalg.eigh(h)
+        r = r - g.T.to(r.dtype) @ self._apply_b(x)
+        w, _, _ = self._orthonormalize(self._apply_m(r), [(x, self._apply_b(x))])
+        found = x + find_turn(y).T.to(x.dtype) @ x
+        if len(w):
+            projected = gram(w, self._apply_a(w))
+            others, q = torch.linalg.eigh((projected + projected.mH) / 2)
+            c = q @ ((q.mH @ gram(w, r)) / (values[None] - others[:, None]))
+            found += c.T.to(x.dtype) @ w
+        # B-orthonormal to the first order.
+        overlap = gram(found, self._apply_b(found))
+        overlap.diagonal().sub_(1)
+        return found - overlap.T.to(x.dtype) @ found / 2, shifted + center
 
     def _order(self, values: Tensor, x: Tensor, residuals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         values = (self._sign * values).cpu()

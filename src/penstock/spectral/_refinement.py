@@ -94,7 +94,7 @@ def refine_pairs(
     for begin in range(0, len(x), block):
         part = slice(begin, begin + block)
         r[part] = _correction(operator, values[part], r[part], chebyshev)
-    r.addmm_(_turn(y).T.to(r.dtype), x)
+    r.addmm_(find_turn(y).T.to(r.dtype), x)
     x = x + r
     # Orthonormal to the first order: X (1 - (X^H X - 1) / 2).
     overlap = reduce(gram(x, x))
@@ -122,7 +122,7 @@ def measure_pairs(
     return (values + slip).cpu(), x, norms.cpu()
 
 
-def _turn(y: Tensor) -> Tensor:
+def find_turn(y: Tensor) -> Tensor:
     """Return eigenvectors less the identity, with phases such that their diagonal is positive."""
     phases = torch.where(y.diagonal().abs() > 0, y.diagonal().sgn(), 1)
     turn = y * phases.conj()
