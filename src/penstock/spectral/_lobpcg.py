@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import CapacityError, NoConvergenceError
 from penstock.memory import Tier
-from penstock.spectral._basis import gram
+from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._dense import solve_dense
 from penstock.spectral._filter import check_finite
 from penstock.spectral._operator import LinearOperator, make_random
@@ -29,6 +29,7 @@ _ROUNDING = 8.0  # times the rounding unit and the norms: residuals are not aske
 _MOST_REFINEMENTS = 2  # by which residuals become those of the rounding of a product
 _MORE = 8  # steps after convergence
 _SMALL = 128  # rows of a problem that is solved densely
+_NEARLY = 0.9  # of the largest eigenvalue of a Gram matrix: then another turn adds nothing
 _REFRESH = 20  # iterations after which products are computed anew
 _ITERATIONS_PER_RESTART = 20
 _BLOCKS, _BLOCKS_WITH_B = 8, 11  # X, W, P and their products, and the memory of rotations
@@ -217,7 +218,7 @@ class BlockConjugateGradients:
             kept = values > (1e3 * unit if turn == 0 else 0.1) * float(values.max())
             y = (scale[:, None] * y[:, kept]) * values[kept].rsqrt()
             w, bw = y.T.to(w.dtype) @ w, y.T.to(w.dtype) @ bw
-            if not len(w):
+            if not len(w) or (turn and float(values.min()) > _NEARLY * float(values.max())):
                 break
         return w, w, bw
 
@@ -326,6 +327,8 @@ class BlockConjugateGradients:
 
 def _norms(vectors: Tensor) -> Tensor:
     """Return the norms of rows, in float64."""
+    if vectors.dtype == wide_dtype(vectors.dtype):
+        return torch.linalg.vector_norm(vectors, dim=1)
     if not len(vectors):
         return torch.zeros(0, dtype=torch.float64, device=vectors.device)
     return torch.stack([gram(each[None], each[None])[0, 0].real for each in vectors]).sqrt()
