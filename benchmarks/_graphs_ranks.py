@@ -163,10 +163,11 @@ def run_rank(rank: int, num_ranks: int, split: str, folder: str, port: int) -> N
         world_size=num_ranks,
         timeout=timedelta(seconds=300),
     )
-    small = RankGraph(CSRGraph([0, 1, 2, 3, 4], [1, 2, 3, 0]))  # what is built at first is there
-    for call in (connected_components, pagerank):
+    ring = torch.arange(1000)  # what is built and mapped at first is there
+    small = RankGraph(CSRGraph.from_edges(torch.stack([ring, ring.roll(7)]), 1000))
+    for call in (connected_components, pagerank, lambda part: bfs(part, ring[:1])):
         call(small)
-    khop(small, torch.tensor([0]), 1)
+    khop(small, ring[:8], 3)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = _status("VmRSS")
     seconds, sums = {}, {}

@@ -44,22 +44,39 @@ def connected_components(graph: CSRGraph | RankGraph) -> Tensor:
         ids = part.id_of(torch.arange(begin, begin + len(root)))
         least.scatter_reduce_(0, root, ids.to(least.dtype), "amin")
     while part.num_halo or part.exchange.num_ranks > 1:
-        own, halo = (least.index_select(0, each) for each in roots.split((num_own, part.num_halo)))
-        part.push_halo(halo, own, "amin", "components to owners")
-        torch.minimum(halo, part.pull_halo(own, "components from owners"), out=halo)
-        is_changed = False
-        for begin, values in ((0, own), (num_own, halo)):
-            for first in range(0, len(values), part.block_entries):
-                value = values[first : first + part.block_entries]
-                root = roots[begin + first : begin + first + len(value)].long()
-                is_changed |= bool((value < least[root]).any())
-                least.scatter_reduce_(0, root, value, "amin")
+        is_changed = _tell_owners(part, roots, least) | _ask_owners(part, roots, least)
         if not part.exchange.total(int(is_changed)):
             break
     found = least.index_select(0, roots[:num_own]).long()
     del roots, least
     trim_heap()
     return found
+
+
+def _tell_owners(part: RankGraph, roots: Tensor, least: Tensor) -> bool:
+    """Send the smallest ids of the halo to their owners; return whether one was news there."""
+    is_changed = False
+    for positions, received, places, sent in part.split_halo():
+        known = least[roots[part.num_own + places].long()]
+        arrived = part.exchange.trade(known, sent, received, "components to owners")
+        is_changed |= _lower(least, roots[positions].long(), arrived)
+    return is_changed
+
+
+def _ask_owners(part: RankGraph, roots: Tensor, least: Tensor) -> bool:
+    """Get the smallest ids of the halo from their owners; return whether one was news here."""
+    is_changed = False
+    for positions, sent, places, received in part.split_halo():
+        known = least[roots[positions].long()]
+        arrived = part.exchange.trade(known, sent, received, "components from owners")
+        is_changed |= _lower(least, roots[part.num_own + places].long(), arrived)
+    return is_changed
+
+
+def _lower(least: Tensor, places: Tensor, values: Tensor) -> bool:
+    is_less = bool((values < least[places]).any())
+    least.scatter_reduce_(0, places, values, "amin")
+    return is_less
 
 
 def _find_roots(part: RankGraph) -> Tensor:
@@ -71,7 +88,6 @@ def _find_roots(part: RankGraph) -> Tensor:
     """
     num_known, is_narrow = part.num_own + part.num_halo, part.num_nodes < 2**31
     roots = torch.arange(num_known, dtype=torch.int32 if is_narrow else torch.int64)
-    shorter = torch.empty_like(roots)
     while True:
         num_joined = 0
         for begin, end in part.split_own():
@@ -85,8 +101,15 @@ def _find_roots(part: RankGraph) -> Tensor:
             roots.scatter_reduce_(0, high, torch.minimum(here, there), "amin")
         if not num_joined:
             return roots
-        while True:
-            torch.index_select(roots, 0, roots, out=shorter)
-            if torch.equal(shorter, roots):
-                break
-            roots, shorter = shorter, roots
+        while _shorten(roots, part.block_entries):
+            pass
+
+
+def _shorten(roots: Tensor, most: int) -> bool:
+    """Let each label be that of its label, block by block; return whether one has changed."""
+    is_changed = False
+    for block in roots.split(most):
+        found = roots.index_select(0, block)
+        is_changed |= not torch.equal(found, block)
+        block.copy_(found)
+    return is_changed

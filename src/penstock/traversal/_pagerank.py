@@ -55,16 +55,19 @@ def pagerank(
     iteration = _Iteration.of(part)
     trim_heap()
     values = torch.full((part.num_own,), 1 / max(part.num_nodes, 1), dtype=torch.float64)
-    flowing, change = torch.empty_like(values), 0.0
+    change = 0.0
     for _ in range(max_iterations):
         # r'(v) = (1 - d) / n + d (sum_{u -> v} r(u) / deg(u) + sum_{deg(u) = 0} r(u) / n)
-        dangling = iteration.spread(values, flowing)
+        dangling = iteration.spread(values)
         constant = (1 - damping + damping * dangling) / max(part.num_nodes, 1)
-        flowing.mul_(damping).add_(constant)
-        change = part.exchange.sum(float(values.sub_(flowing).abs_().sum()))
-        values, flowing = flowing, values
+        change = 0.0
+        for begin, end in part.split_own():
+            flowing = iteration.gather(begin, end).mul(damping).add_(constant)
+            change += float((flowing - values[begin:end]).abs_().sum())
+            values[begin:end] = flowing
+        change = part.exchange.sum(change)
         if change <= tol:
-            del iteration, flowing
+            del iteration
             trim_heap()
             return values
     raise NoConvergenceError(
@@ -105,29 +108,32 @@ class _Iteration:
     def _make_known(part: RankGraph) -> Tensor:
         return torch.empty(part.num_own + part.num_halo, dtype=torch.float64)
 
-    def spread(self, values: Tensor, out: Tensor) -> float:
-        """Write the sums of what flows to each node; return the values of nodes without edges."""
+    def spread(self, values: Tensor) -> float:
+        """Let values flow along the edges; return those of nodes without edges, summed."""
         part, known = self.part, self.known
         is_dangling = self.num_leaving == 0
         dangling = part.exchange.sum(float(values[is_dangling].sum()))
         if part.flow == "source_to_target":  # the lists have the sources: their values are pulled
-            along = torch.div(values, self.num_leaving, out=known[: part.num_own])
-            along.masked_fill_(is_dangling, 0)
-            part.pull_halo(along, _KIND, out=known[part.num_own :])
             for begin, end in part.split_own():
-                degrees, entries = part.read_own(begin, end)
-                out[begin:end] = torch.segment_reduce(
-                    known.index_select(0, entries), "sum", lengths=degrees, initial=0
-                )
+                along = values[begin:end] / self.num_leaving[begin:end]
+                known[begin:end] = along.masked_fill_(is_dangling[begin:end], 0)
+            part.pull_halo(known[: part.num_own], _KIND, out=known[part.num_own :])
             return dangling
         known.zero_()
         for begin, end in part.split_own():
             degrees, entries = part.read_own(begin, end)
             along = values[begin:end] / self.num_leaving[begin:end].clamp(min=1)
             known.index_add_(0, entries, along.repeat_interleave(degrees))
-        out.copy_(known[: part.num_own])
-        part.push_halo(known[part.num_own :], out, "sum", _KIND)
+        part.push_halo(known[part.num_own :], known[: part.num_own], "sum", _KIND)
         return dangling
+
+    def gather(self, begin: int, end: int) -> Tensor:
+        """Return the sums of what has flowed to consecutive own nodes."""
+        if self.part.flow == "target_to_source":
+            return self.known[begin:end]
+        degrees, entries = self.part.read_own(begin, end)
+        flowing = self.known.index_select(0, entries)
+        return torch.segment_reduce(flowing, "sum", lengths=degrees, initial=0)
 
 
 def _check_numbers(damping: float, tol: float, max_iterations: int) -> None:

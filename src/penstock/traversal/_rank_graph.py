@@ -25,6 +25,7 @@ from penstock.unified import unify
 
 _BLOCK_ENTRIES = 2**16
 _BLOCK_NODES = 2**14
+_BLOCK_ROWS = 2**13  # that one rank sends another at once
 _WIDEST_PART = 16  # a block has at most this part of a rank's entries, so that all is near 1/ranks
 
 
@@ -140,39 +141,34 @@ class RankGraph:
             is_known[block.long()] = True
         for block in self._own.split(_BLOCK_ENTRIES):
             is_known[block.long()] = False
-        found = [
-            narrow(begin + block.nonzero().flatten(), self.num_nodes)
-            for begin, block in _split_places(is_known)
-        ]
-        halo = torch.cat(found) if found else self._own[:0]
-        del is_known, found
-        place = self._order_halo(halo)
+        ranks = range(self.exchange.num_ranks)
+        found: list[list[Tensor]] = [[] for _ in ranks]
+        for begin, block in _split_places(is_known):
+            nodes = begin + block.nonzero().flatten()
+            owners = self._owners.owner_of(nodes)
+            for rank in ranks:
+                found[rank].append(narrow(nodes[owners == rank], self.num_nodes))
+        del is_known
+        self._halo_counts = [sum(map(len, parts)) for parts in found]
+        self._halo = self._own.new_empty(sum(self._halo_counts))
+        parts = list(self._halo.split(self._halo_counts))
+        for rank, part in enumerate(parts):
+            torch.cat([*found[rank], self._own[:0]], out=part)
+            found[rank].clear()
+        starts = [self.num_own + sum(self._halo_counts[:rank]) for rank in ranks]
         for block in self._indices.split(_BLOCK_ENTRIES):
-            own = torch.searchsorted(self._own, block).clamp(max=max(self.num_own - 1, 0))
-            other = torch.searchsorted(halo, block).clamp(max=max(len(halo) - 1, 0))
-            is_own = self._own[own] == block if self.num_own else torch.zeros_like(block).bool()
-            far = self.num_own + place[other] if len(halo) else own
-            block.copy_(torch.where(is_own, own, far))
+            owners = self._owners.owner_of(block.long())
+            for rank in ranks:
+                is_own = rank == self.exchange.rank
+                at = (owners == rank).nonzero().flatten()
+                nodes, start = (self._own, 0) if is_own else (parts[rank], starts[rank])
+                block[at] = (torch.searchsorted(nodes, block[at]) + start).to(block.dtype)
         self._send_counts = self.exchange.trade_counts(self._halo_counts)
         asked = self.exchange.trade(self._halo, self._halo_counts, self._send_counts, "halo ids")
         self._send_positions = torch.searchsorted(self._own, asked, out_int32=True)
         (self._longest_part,) = self.exchange.largest(
             max([0, *self._send_counts, *self._halo_counts])
         )
-
-    def _order_halo(self, halo: Tensor) -> Tensor:
-        """Let the halo stand owner by owner; return the place of each of its nodes there."""
-        owners = torch.empty(len(halo), dtype=torch.int16)
-        for begin, block in _split_places(halo):
-            owners[begin : begin + len(block)] = self._owners.owner_of(block.long()).short()
-        place, parts = torch.empty_like(halo), []
-        for rank in range(self.exchange.num_ranks):
-            is_of_rank = owners == rank
-            parts.append(halo[is_of_rank])
-            start = sum(map(len, parts[:-1]))
-            place[is_of_rank] = torch.arange(start, start + len(parts[-1]), dtype=place.dtype)
-        self._halo, self._halo_counts = torch.cat(parts), [len(each) for each in parts]
-        return place
 
     @property
     def nodes(self) -> Tensor:
@@ -359,11 +355,13 @@ class RankGraph:
         """
         if out is None:
             out = own.new_empty((self.num_halo, *own.shape[1:]))
-        for positions, sent, places, received in self.split_halo(_BLOCK_NODES):
+        for positions, sent, places, received in self.split_halo():
             out[places] = self.exchange.trade(own[positions], sent, received, kind)
         return out
 
-    def split_halo(self, most: int) -> Iterator[tuple[Tensor, list[int], Tensor, list[int]]]:
+    def split_halo(
+        self, most: int = _BLOCK_ROWS
+    ) -> Iterator[tuple[Tensor, list[int], Tensor, list[int]]]:
         """Yield parts of the cut for exchanges of rows, the same number on all ranks.
 
         Args:
@@ -387,7 +385,7 @@ class RankGraph:
             combiner: "sum" or "amin".
             kind: Kind of message.
         """
-        for positions, received, places, sent in self.split_halo(_BLOCK_NODES):
+        for positions, received, places, sent in self.split_halo():
             found = self.exchange.trade(halo[places], sent, received, kind)
             if combiner == "sum":
                 own.index_add_(0, positions, found)
