@@ -249,8 +249,8 @@ class ThickRestartLanczos:
         end the gaps of Ritz values promise too much: what is kept beyond them is limited.
         """
         theta, k, m = pairs.values, self.k, self._known
-        least = min(_LEAST_STEPS, (m - k) / (2 * self.block))
-        most = min(int(m - least * self.block), k + int(_MOST_KEPT * (m - k)))
+        left = max(2 * self.block, min(_LEAST_STEPS * self.block, (m - k) // 2))
+        most = min(m - left, k + int(_MOST_KEPT * (m - k)))
         first, last = k + 1, min(most, m - 1)
         if first >= last:
             return min(max(k, last), m - 1)
