@@ -113,6 +113,26 @@ def test_few_rows_that_lanczos_is_slow_for_are_solved_densely(dtype):
         eigs(matrix, 6, which="SA", tol=1e-6, max_restarts=3)
 
 
+def test_an_operator_that_fails_while_its_matrix_is_made_leaves_the_best_iterate():
+    matrix = with_spectrum(torch.logspace(-2, 2, 300, dtype=torch.float64))
+    num_products, most = 0, 10_000
+
+    def multiply(v):
+        nonlocal num_products
+        num_products += 1
+        if num_products > most:
+            raise RuntimeError("the device is gone")
+        return matrix @ v
+
+    operator = SymmetricOperator(multiply, 300, dtype=torch.float64)
+    assert eigs(operator, 4, which="SA", tol=1e-6).report.method == "dense"
+    num_products, most = 0, num_products - 100
+    with pytest.raises(NoConvergenceError) as caught:
+        eigs(operator, 4, which="SA", tol=1e-6)
+    assert caught.value.vectors.shape == (300, 4)
+    assert str(caught.value.__cause__) == "the device is gone"
+
+
 def test_what_was_mixed_in_by_looking_for_copies_converges_too():
     """Two of five are of an eigenvalue that is there three times: the next copies come late."""
     for seed in range(3):

@@ -54,7 +54,10 @@ def solve_or_densify(problem: StandardProblem) -> Eigenpairs:
     except NoConvergenceError as error:
         if error.__cause__ is not None:  # of the operator
             raise
-    return solve_dense(problem)
+        try:
+            return solve_dense(problem)
+        except Exception as failure:
+            raise error from failure  # which has the best iterate
 
 
 def _dense_bytes(problem: StandardProblem) -> int:

@@ -131,7 +131,7 @@ class ThickRestartLanczos:
                         self._change_filter(pairs, better)
                         continue
             elif verified is None or self._is_larger(pairs, verified):
-                verified = pairs
+                verified, num_settling = pairs, 0
                 self._restart(pairs, self.k, at_random=True)
                 continue
             if verified is not None and self._after_random >= self._steps_to_show(verified):

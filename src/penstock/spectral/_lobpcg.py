@@ -261,7 +261,7 @@ class BlockConjugateGradients:
         for _ in range(_MOST_REFINEMENTS if is_refined else 0):
             better, shifted = self._refine(x, values)
             norms = _norms(self._residual(better, shifted))
-            if float(norms.max()) >= float(residuals.max()):
+            if not float(norms.max()) < float(residuals.max()):  # nor where they are not finite
                 break
             x, values, residuals = better, shifted, norms
         return Eigenpairs(*self._order(values, x, residuals), self._report())

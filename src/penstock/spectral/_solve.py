@@ -293,7 +293,7 @@ class StandardSolution:
             if is_within(_REFINED):
                 break
             found = self._improve(values, x)
-            if float(found[2][wanted].max()) >= float(residuals[wanted].max()):
+            if not float(found[2][wanted].max()) < float(residuals[wanted].max()):
                 break
             values, x, residuals = found
         values, x, residuals = values[wanted], x[wanted], residuals[wanted]

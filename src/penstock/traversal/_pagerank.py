@@ -100,7 +100,7 @@ class _Iteration:
             entries = part.read_own(begin, end)[1]
             counts.index_add_(0, entries, counts.new_ones(1).expand(len(entries)))
         leaving = counts[: part.num_own].clone()
-        part.push_halo(counts[part.num_own :], leaving, "sum", "degrees")
+        part.push_halo(counts[part.num_own :], leaving, "degrees")
         del counts
         return cls(part, leaving, cls._make_known(part))
 
@@ -124,7 +124,7 @@ class _Iteration:
             degrees, entries = part.read_own(begin, end)
             along = values[begin:end] / self.num_leaving[begin:end].clamp(min=1)
             known.index_add_(0, entries, along.repeat_interleave(degrees))
-        part.push_halo(known[part.num_own :], known[: part.num_own], "sum", _KIND)
+        part.push_halo(known[part.num_own :], known[: part.num_own], _KIND)
         return dangling
 
     def gather(self, begin: int, end: int) -> Tensor:

@@ -376,21 +376,17 @@ class RankGraph:
             places, received = _cut_parts(self._halo_counts, begin, most)
             yield self._send_positions[ours].long(), sent, places, received
 
-    def push_halo(self, halo: Tensor, own: Tensor, combiner: str, kind: str) -> None:
-        """Send values of the halo to the owners, which combine them with their own in place.
+    def push_halo(self, halo: Tensor, own: Tensor, kind: str) -> None:
+        """Send values of the halo to the owners, which add them to their own in place.
 
         Args:
             halo: Values of the halo, one for each node.
             own: Values of the rank's own nodes.
-            combiner: "sum" or "amin".
             kind: Kind of message.
         """
         for positions, received, places, sent in self.split_halo():
             found = self.exchange.trade(halo[places], sent, received, kind)
-            if combiner == "sum":
-                own.index_add_(0, positions, found)
-            else:
-                own.scatter_reduce_(0, positions, found, combiner)
+            own.index_add_(0, positions, found)
 
 
 def as_rank_graph(graph: Any) -> RankGraph:
