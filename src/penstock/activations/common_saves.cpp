@@ -10,17 +10,22 @@
 #include <Python.h>
 #include <structmember.h>
 
-#include <c10/core/TensorImpl.h>
+#include <ATen/core/TensorBase.h>
 
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <stdexcept>
 #include <unordered_map>
+#include <utility>
 
 #ifdef Py_GIL_DISABLED
 #error "without the GIL two threads could change a chunk at once"
 #endif
+
+// Return a new Python object for a tensor. As torch/csrc/autograd/python_variable.h declares it, which
+// takes ten times as long to compile as all that is needed here.
+PyObject* THPVariable_Wrap(at::TensorBase&& tensor);
 
 namespace {
 
@@ -154,22 +159,38 @@ class Implementation {
   int confirmations_ = 0;
 };
 
+// A tensor for the length of a call, without a reference: to count one takes longer than to ask.
+class Borrowed {
+ public:
+  explicit Borrowed(c10::TensorImpl& implementation) : tensor_(Reference::reclaim(&implementation)) {}
+  ~Borrowed() { tensor_.unsafeReleaseIntrusivePtr().release(); }
+  Borrowed(const Borrowed&) = delete;
+
+  bool is_leaf() const { return tensor_.is_leaf(); }
+  bool is_view() const { return tensor_.is_view(); }
+
+ private:
+  using Reference = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+  at::TensorBase tensor_;
+};
+
+// The same values with the same version counter, without the graph: as `detach` gives, in a third of
+// the time.
+Owned alias_of(const c10::TensorImpl& implementation) {
+  auto alias = implementation.shallow_copy_and_detach(implementation.version_counter(), false);
+  alias->set_autograd_meta(nullptr);
+  return checked(THPVariable_Wrap(at::TensorBase(std::move(alias))));
+}
+
 struct Tensor {
   explicit Tensor(PyObject* type)
-      : base(type, "_base"), data(type, "data"), device(type, "device"), is_leaf(type, "is_leaf"),
-        storage(type, "untyped_storage"), implementation_(type) {}
+      : base(type, "_base"), device(type, "device"), storage(type, "untyped_storage"),
+        implementation_(type) {}
 
   c10::TensorImpl& implementation(PyObject* tensor) const { return implementation_.of(tensor); }
 
-  // The same values with the same version counter, without the graph: as `detach` gives, in half of
-  // the time.
-  Owned alias(PyObject* tensor, const c10::TensorImpl& own) const {
-    Owned result = data.of(tensor);
-    implementation(result.get()).set_version_counter(own.version_counter());
-    return result;
-  }
-
-  Member base, data, device, is_leaf, storage;
+  Member base, device, storage;
 
  private:
   mutable Implementation implementation_;
@@ -260,14 +281,14 @@ void remember(State state, PyObject* tensor, const Owned& key) {
   checked(PyDict_SetItem(state.known(), key.get(), weak.get()));
 }
 
-bool is_parameter(PyObject* tensor, const c10::TensorImpl& implementation) {
-  return implementation.requires_grad() && classes->tensor.is_leaf.is_true(tensor);
+bool is_parameter(c10::TensorImpl& implementation) {
+  return implementation.requires_grad() && Borrowed(implementation).is_leaf();
 }
 
-bool is_view_of_parameter(PyObject* tensor) {
+bool is_view_of_parameter(PyObject* tensor, c10::TensorImpl& implementation) {
+  if (!Borrowed(implementation).is_view()) return false;
   const Owned base = classes->tensor.base.of(tensor);
-  if (base.get() == Py_None) return false;
-  return is_parameter(base.get(), classes->tensor.implementation(base.get()));
+  return is_parameter(classes->tensor.implementation(base.get()));
 }
 
 // Whether this is a small window on data that was not computed here, such as a data set.
@@ -335,24 +356,23 @@ Owned small_handle(const Owned& alias, const Owned& version, const Owned& chunk)
 
 Owned pack(State state, PyObject* tensor) {
   if (!classes->has_plain(tensor)) return nullptr;
-  const c10::TensorImpl& implementation = classes->tensor.implementation(tensor);
+  c10::TensorImpl& implementation = classes->tensor.implementation(tensor);
   if (!is_plain(tensor, implementation)) return nullptr;
   const c10::StorageImpl* storage = implementation.unsafe_storage().unsafeGetStorageImpl();
   const auto num_bytes = static_cast<Py_ssize_t>(storage->nbytes());
   const Owned key = checked(PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage)));
   const Owned version =
       checked(PyLong_FromUnsignedLong(implementation.version_counter().current_version()));
-  const bool is_leaf = is_parameter(tensor, implementation);
-  const bool is_shown = is_leaf || is_view_of_parameter(tensor);
+  const bool is_leaf = is_parameter(implementation);
+  const bool is_shown = is_leaf || is_view_of_parameter(tensor, implementation);
   if (is_shown) remember(state, tensor, key);
   const bool stays = is_shown || is_known(state, key) ||
                      (num_bytes > 0 && is_window_on_input(implementation, num_bytes));
   if (!stays && !(num_bytes > 0 && num_bytes < state.small_bytes())) return nullptr;
   // Others than leaves may own the graph node that will own the handle. Before the chunk is looked
   // at, as it gives up the GIL.
-  const Owned alias = implementation.requires_grad() && !is_leaf
-                          ? classes->tensor.alias(tensor, implementation)
-                          : Owned(Py_NewRef(tensor));
+  const Owned alias = implementation.requires_grad() && !is_leaf ? alias_of(implementation)
+                                                                 : Owned(Py_NewRef(tensor));
   if (stays) return resident(alias.get(), version, Py_None);
   const Owned chunk = open_chunk(state, tensor, implementation, num_bytes);
   if (chunk == nullptr) return nullptr;

@@ -96,7 +96,7 @@ def build_library(
             files that do, which are compiled as one text in their order. It must be complete:
             files that it includes by a relative path are not part of the cache's key.
         flags: Further arguments of the compiler, after the source file, so `-l` flags work.
-        include_torch: Whether to make torch's headers available and to link against libc10.
+        include_torch: Whether to make torch's headers available and to link against its libraries.
         include_python: Whether to make the headers of this Python available.
         replace: Whether to compile the source even if the cache has a library of it.
 

@@ -111,10 +111,10 @@ def _processor_features() -> str:
 
 
 def torch_flags() -> tuple[list[str], str]:
-    """Return the flags that make torch's headers and libc10 usable, and what identifies them.
+    """Return the flags that make torch's headers and libraries usable, and what identifies them.
 
-    The library is linked without a run path: the process that loads it has imported torch before,
-    so the dynamic linker finds libc10 already there.
+    A library is linked without a run path: the process that loads it has imported torch before,
+    so the dynamic linker finds torch's already there.
     """
     import torch
 
@@ -126,7 +126,7 @@ def torch_flags() -> tuple[list[str], str]:
         )
     abi = int(torch.compiled_with_cxx11_abi())
     flags = [f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-isystem", str(home / "include")]
-    flags += [f"-L{home / 'lib'}", "-lc10"]
+    flags += [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
     return flags, f"torch {torch.__version__} {torch.version.git_version} abi {abi}"
 
 

@@ -1,5 +1,6 @@
-// The least that hooks of saved tensors can do: `pack` gives an alias of the tensor without its
-// graph, since a saved output would otherwise own the node that owns it; `unpack` gives it back.
+// Hooks of saved tensors that do the least: `pack` gives an alias of the tensor without its graph, as
+// `Tensor.data` makes it, since a saved output would otherwise own the node that owns it; `unpack`
+// gives it back.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
