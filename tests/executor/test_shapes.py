@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import penstock
 from _planned import (
@@ -239,3 +240,47 @@ def test_another_number_of_micro_batches_has_a_plan_of_its_own():
             step(update)
         for planned, eager in zip(models[1].parameters(), models[0].parameters(), strict=True):
             assert torch.equal(planned, eager)
+
+
+def images(num, memory_format):
+    generator = torch.Generator().manual_seed(num)
+    made = torch.randn(4, 3, 12, 12, generator=generator)
+    return made.to(memory_format=memory_format)
+
+
+def convolutional():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(512, 1)
+    model = nn.Sequential(*layers)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_another_order_of_dimensions_in_memory_is_another_form():
+    formats = [torch.contiguous_format, torch.channels_last] * 3
+    batches = [(images(num, each),) for num, each in enumerate(formats)]
+    loss = lambda output, batch: output.square().mean()  # noqa: E731
+    model, optimizer = convolutional()
+    options = {"device_memory": "64MiB", "machine": "v100-16gb-pcie3", "time_limit": 0.1}
+    step = penstock.fit(model, optimizer, batches[0], loss=loss, **options)
+    with pytest.raises(ValueError, match="in another order in memory"):
+        step(batches[1])
+    step.add(batches[1])
+    losses = [step(batch) for batch in batches]
+    plain, stepper = convolutional()
+    for batch, found in zip(batches, losses, strict=True):
+        stepper.zero_grad()
+        expected = loss(plain(*batch), batch)
+        expected.backward()
+        stepper.step()
+        assert torch.equal(expected.detach(), found)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_part_of_a_larger_batch_is_of_the_same_form():
+    model, optimizer = convolutional()
+    loss = lambda output, batch: output.square().mean()  # noqa: E731
+    options = {"device_memory": "64MiB", "machine": "v100-16gb-pcie3", "time_limit": 0.1}
+    large = torch.randn(4, 3, 12, 16)
+    step = penstock.fit(model, optimizer, (large[..., :12].clone(),), loss=loss, **options)
+    first = step((large[..., :12],))
+    assert torch.isfinite(first)

@@ -1,7 +1,10 @@
 """A program that does something else when it is called again is refused, by what has changed."""
 
+import functools
 import itertools
 import random
+import re
+import types
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from torch import nn
 
 from penstock.errors import CaptureError, GraphFileError
 from penstock.graph import capture, run
+from penstock.graph.capturing.python_numbers import find_numbers
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 NUMBERS = {"scale": 1.0}
@@ -132,10 +136,77 @@ def test_positions_that_the_first_call_makes_are_no_matter():
     assert not model.history
 
 
-def test_counting_that_changes_nothing_is_no_matter():
-    calls = []
-    model = Step(lambda model, value: calls.append(1) or value)
+def counted_by(name):
+    """A loss that counts its calls, which is of no effect."""
+    state, numbers = types.SimpleNamespace(calls=0), itertools.count()
+    calls, number = [], 0
+
+    def variable(model, value):
+        nonlocal number
+        number += 1
+        return value
+
+    def item(model, value):
+        NUMBERS["calls"] = NUMBERS.get("calls", 0) + 1
+        return value
+
+    def attribute(model, value):
+        state.calls += 1
+        return value
+
+    def module(model, value):
+        NAMESPACE.calls += 1
+        return value
+
+    def own(model, value, *, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        return value
+
+    return {
+        "number": variable,
+        "len(calls)": lambda model, value: calls.append(1) or value,
+        "state.calls": attribute,
+        "NUMBERS['calls']": item,
+        "NAMESPACE.calls": module,
+        "defaults of counted_by.<locals>.own['calls'][0]": own,
+        "numbers": lambda model, value: value if next(numbers) >= 0 else 0,
+        "model.history": lambda model, value: model.history.append(value.shape) or value,
+    }[name]
+
+
+class NAMESPACE:
+    calls = 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("number", "len(calls)", "state.calls", "NUMBERS['calls']", "NAMESPACE.calls"),
+        *("defaults of counted_by.<locals>.own['calls'][0]", "numbers", "model.history"),
+    ],
+)
+def test_counting_is_refused_as_planned_steps_would_not(name):
+    model = Step(counted_by(name))
+    wanted = f"the step changes (len\\()?{re.escape(name)}"
+    with pytest.raises(CaptureError, match=wanted):
+        capture(model, torch.optim.SGD(model.parameters()), X)
+
+
+def test_numbers_that_the_first_call_makes_are_no_matter():
+    made = {}
+    model = Step(lambda model, value: value * made.setdefault("scale", 2.0))
     capture(model, torch.optim.SGD(model.parameters()), X)
+
+
+def test_numbers_that_a_program_can_read_are_found():
+    deep = types.SimpleNamespace(list=[{"inner": 1.5}])
+    partial = functools.partial(lambda factor, y: factor * deep.list[0]["inner"] * y, 3)
+    names = {each.name for each in find_numbers({"loss": partial})}
+    assert {"deep.list[0]['inner']", "loss[0]"} <= names
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.alpha = 0.5
+    names = {each.name for each in find_numbers({"model": module})}
+    assert {"model.alpha", "model.0.in_features", "len(model._forward_hooks)"} <= names
 
 
 def outside_step(loss_of):

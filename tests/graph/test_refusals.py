@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def draws_with_numpy(weight, x):
     return weight.sum() * float(numpy.random.rand())  # noqa: NPY002  # refused
 
 
+def draws_from_the_system(weight, x):
+    return weight.sum() * (1 if random.SystemRandom().random() < 2 else 2)  # refused
+
+
+def draws_a_secret(weight, x):
+    return weight.sum() * (1 if secrets.randbelow(3) < 5 else 2)  # refused
+
+
 def draws_with_python(weight, x):
     return weight.sum() * random.gauss(0.0, 1.0)  # refused
 
@@ -75,7 +84,7 @@ BIG = torch.ones(20_000, 4)
     [
         *(branches, takes_an_item, selects_by_mask, finds_nonzeros),
         *(uses_a_big_constant, changes_storage, uses_a_generator),
-        *(draws_with_python, draws_with_numpy),
+        *(draws_with_python, draws_with_numpy, draws_from_the_system, draws_a_secret),
     ],
 )
 def test_the_line_is_named(forward):
@@ -375,6 +384,25 @@ def test_hooks_on_gradients_are_refused():
     model.weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(CaptureError, match="'weight' has hooks"):
         capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_hooks_on_the_accumulation_of_gradients_are_refused(register):
+    model = Step(total)
+    node = torch.autograd.graph.get_gradient_edge(model.weight).node
+    handle = getattr(node, register)(lambda *_: None)
+    with pytest.raises(CaptureError, match="'weight' has hooks"):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+    handle.remove()
+    capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+
+def test_a_batch_in_the_memory_of_a_parameter_is_refused():
+    model = Step(total)
+    batch = model.weight.detach()
+    with pytest.raises(CaptureError, match="batch lies in the memory of a parameter"):
+        capture(model, torch.optim.SGD(model.parameters()), batch)
+    capture(model, torch.optim.SGD(model.parameters()), batch.clone())
 
 
 def test_hooks_around_the_optimizer_are_refused():

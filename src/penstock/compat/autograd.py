@@ -22,6 +22,17 @@ set_grad_enabled = torch._C._set_grad_enabled
 """Turn gradients on or off on this thread at once, without a context manager's cost."""
 
 
+def count_node_hooks(parameter: torch.Tensor) -> int:
+    """Return how many hooks of Python are on the node that accumulates a leaf's gradient."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    count = 0
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        count += len(handle.hooks_dict_ref() or ()) - 1
+        handle.remove()
+    return count
+
+
 def is_transformed() -> bool:
     """Return whether a transformation of `torch.func` or a forward-mode derivative is running."""
     return (

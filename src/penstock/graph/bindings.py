@@ -46,6 +46,13 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and was captured as "
                 f"{view.dtype} of shape {view.shape}; pad to that shape, or capture this one"
             )
+        if _has_other_order(tensor, view):
+            raise ValueError(
+                f"{name} has strides {tensor.stride()} and was captured with {view.stride}, its "
+                "dimensions in another order in memory, for which PyTorch runs other kernels with "
+                "other roundings; pass it as captured (.contiguous(), memory_format=), or plan for "
+                "such a batch too (extra_batches=[batch])"
+            )
         if name in graph.metadata.get("full_masks", ()) and not is_full_mask(tensor):
             raise ValueError(
                 f"{name} masks tokens, and that of the captured batch masked none: Transformers "
@@ -57,6 +64,18 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
             memory = torch.empty(view.end, dtype=tensor.dtype, device=tensor.device)
             found[name] = memory.as_strided(view.shape, view.stride, view.offset).copy_(tensor)
     return add_input_parts(graph, found)
+
+
+def _has_other_order(tensor: torch.Tensor, view: TensorView) -> bool:
+    """Return whether the dimensions of an input are in another order in memory than captured, as
+    with `torch.channels_last`. Of integers, and of expanded tensors, order does not matter.
+    """
+    is_real = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    dims = [dim for dim, length in enumerate(view.shape) if length > 1]
+    if not is_real or any(0 in (tensor.stride(dim), view.stride[dim]) for dim in dims):
+        return False
+    orders = (sorted(dims, key=lambda dim: -each[dim]) for each in (tensor.stride(), view.stride))
+    return next(orders) != next(orders)
 
 
 def add_input_parts(graph: StepGraph, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

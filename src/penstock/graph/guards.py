@@ -6,8 +6,8 @@ parameters. A change of that between steps is an error, instead of training as b
 
 from __future__ import annotations
 
+import collections
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,11 @@ from penstock.graph.capturing.module_state import (
     modules_in,
     parameters_in,
 )
+from penstock.graph.capturing.python_numbers import Number, find_numbers
+from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.step_graph import StepGraph
 
+_MAX_CHANGES = 2  # of a number without an effect, after which it is taken for a counter
 _REMEDY = "put it back before the step, or capture, plan and bind the step as it is now"
 
 
@@ -45,8 +48,9 @@ class Guards:
     """
 
     def __init__(
-        self, graph: StepGraph, roots: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer
+        self, graph: StepGraph, program: StepProgram, optimizer: torch.optim.Optimizer
     ) -> None:
+        roots = program.roots()
         self._device = graph.device
         self._captured = graph.captured
         self._autocast = graph.metadata.get("autocast")
@@ -56,10 +60,17 @@ class Guards:
         self._parameters = [name for name, _ in parameters_in(roots)]
         self._check_captured_modes(graph)
         self._bound, self._objects = self._take_snapshot()
-        self._attributes = list(_find_numbers(roots))
+        self._numbers = find_numbers(program.callables())
+        self._changed: dict[int, Number] = {}  # by index, as they are now
+        self._num_changes = collections.Counter[int]()  # by index
 
-    def check(self) -> None:
+    def check(self) -> bool:
         """Compare the guards with the state now.
+
+        Returns:
+            Whether Python numbers have changed, so that the program may be another one: it should
+            be compared with the graph before `accept_numbers`. Not for a number that has changed
+            often.
 
         Raises:
             GraphFileError: The step would not be the one that was captured; nothing has moved.
@@ -82,7 +93,14 @@ class Guards:
             )
         if self._captured is not None:
             self._captured.check_outside()
-        self._warn_of_attributes()
+        return self._look_at_numbers()
+
+    def accept_numbers(self) -> None:
+        """Take the numbers as they were at the last check for those of the graph."""
+        for index, number in self._changed.items():
+            self._numbers[index] = number
+            self._num_changes[index] += 1
+        self._changed = {}
 
     def _take_snapshot(self) -> tuple[_Snapshot, list[Any]]:
         """Return a snapshot, and its objects: no other object has their identity as they live."""
@@ -152,29 +170,23 @@ class Guards:
                     f"{name!r} {now} {words} and {then} when the step was captured; {_REMEDY}"
                 )
 
-    def _warn_of_attributes(self) -> None:
-        for number, (name, holder, key, value) in enumerate(self._attributes):
-            if holder.get(key) != value:
+    def _look_at_numbers(self) -> bool:
+        """Return whether one has changed of those that seldom do; warn of modules' attributes."""
+        changed = (index for index, each in enumerate(self._numbers) if each.has_changed())
+        self._changed = {index: self._numbers[index].renew() for index in changed}
+        for index, now in self._changed.items():
+            number = self._numbers[index]
+            if number.is_public:
                 warnings.warn(
-                    f"{name}.{key} is {holder.get(key)!r} and was {value!r} when the step was "
+                    f"{number.name} is {now.value!r} and was {number.value!r} when the step was "
                     "bound; planned steps go on with that, as Python numbers are part of the "
                     "graph: keep it in a buffer, or capture the step again",
                     stacklevel=stacklevel_of_user(),
                 )
-                self._attributes[number] = (name, holder, key, holder.get(key))
+        return any(self._num_changes[index] < _MAX_CHANGES for index in self._changed)
 
 
 def _index_groups(snapshot: _Snapshot) -> list[list[int]]:
     """Return the optimizer's groups as indices of their parameters in the model."""
     indices = {identity: index for index, identity in enumerate(snapshot.parameters)}
     return [[indices.get(identity, -1) for identity in group] for group in snapshot.groups]
-
-
-def _find_numbers(
-    roots: Mapping[str, nn.Module],
-) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """Yield modules' public attributes that are Python numbers: constants of a graph."""
-    for name, module in modules_in(roots):
-        for key, value in vars(module).items():
-            if isinstance(value, bool | int | float) and key != "training" and key[0] != "_":
-                yield name, vars(module), key, value

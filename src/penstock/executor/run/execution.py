@@ -89,7 +89,7 @@ class Execution:
         sharded = ShardedModel(module, program.loss if partitioned is None else None)
         self.state = StateBinding(self.memory, program.model, optimizer, program.loss, sharded)
         self._partitioned = partitioned
-        self._guards = Guards(self._graph, program.roots(), optimizer)
+        self._guards = Guards(self._graph, program, optimizer)
         self._debug = Debug(self.memory) if debug else None
         self._links = _make_links(self.memory, self.ledger, self._debug)
         self._scalars = Scalars()
@@ -212,7 +212,7 @@ class Execution:
                 "and its file are not here; bind the plan in this process"
             )
         self.state.reshard()
-        self._guards.check()
+        is_suspect = self._guards.check()
         given = self._bind_batch(batch) | bind_group_tensors(self._graph, self._optimizer)
         numbers = bind_numbers(self._graph, self._optimizer)
         changed = self.state.copy_changes(self.drain)
@@ -223,8 +223,15 @@ class Execution:
         self._input_tensors = given
         self._scalars.assign(numbers)
         self._loss.expected = shadow.begin(
-            self._captured, self._plan, self._device, batch, self._seconds, self.drain
+            self._captured,
+            self._plan,
+            self._device,
+            batch,
+            self._seconds,
+            self.drain,
+            is_suspect=is_suspect,
         )
+        self._guards.accept_numbers()
         if self._debug is not None:
             self._debug.begin_step(self.state.iter_places(changed))
 

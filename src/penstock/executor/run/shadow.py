@@ -71,9 +71,14 @@ class Shadow:
         batch: Any,
         step_seconds: float,
         drain: Callable[[], None],
+        *,
+        is_suspect: bool = False,
     ) -> torch.Tensor | None:
         """Check a step that is about to begin, if its turn has come; `step_seconds` is the time of
         all steps so far.
+
+        If `is_suspect`, as after a change of the program's numbers, the program is captured again
+        whether or not it is the step's turn.
 
         Returns:
             The loss of the program itself; None if it has not been called.
@@ -82,14 +87,20 @@ class Shadow:
             CaptureError: The program does not do what was captured.
         """
         number = self._num_begun + 1
-        if not self._is_due(number) or not self._can_check(graph):
+        is_due, is_suspect = self._is_due(number), is_suspect and self._every != 0
+        if not (is_due or is_suspect) or not self._can_check(graph):
             return None
         begin = time.perf_counter()
         program = self._program._replace(batch=batch, accumulate=graph.captured.accumulate)
         try:
             with _enable_autocast(graph):
-                self._capture_again(graph, program, number, step_seconds)
-                if not self._has_room(graph, plan) or _takes_other_branch(graph, batch):
+                if is_suspect or self._has_time(number, step_seconds):
+                    self._capture_again(graph, program)
+                if (
+                    not is_due
+                    or not self._has_room(graph, plan)
+                    or _takes_other_branch(graph, batch)
+                ):
                     return None
                 # The eager call changes buffers before it restores them, and transfers of the last
                 # step must move them as they were.
@@ -143,11 +154,13 @@ class Shadow:
             return True
         return False
 
-    def _capture_again(
-        self, graph: StepGraph, program: StepProgram, number: int, step_seconds: float
-    ) -> None:
-        if number == 1 or (number > 2 and self._seconds > _CAPTURE_SHARE * step_seconds):
-            return
+    def _has_time(self, number: int, step_seconds: float) -> bool:
+        """Return whether a call on fake tensors is worth its time; the first step was captured just
+        before.
+        """
+        return number == 2 or (number > 2 and self._seconds <= _CAPTURE_SHARE * step_seconds)
+
+    def _capture_again(self, graph: StepGraph, program: StepProgram) -> None:
         like = lambda tensor, path: _copy_layout(graph, tensor, path)  # noqa: E731
         verify(
             graph.captured,

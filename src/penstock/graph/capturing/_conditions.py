@@ -27,6 +27,7 @@ from penstock.compat.fake_tensors import FakeTensor
 from penstock.compat.user_line import is_raised_by_user, user_line_of
 from penstock.errors import CaptureError, PenstockError
 from penstock.graph.capturing._program_lines import (
+    SYSTEM,
     ProgramLines,
     default_generators,
     describe_line,
@@ -227,6 +228,8 @@ def refuse_other_draws(lines: ProgramLines) -> Iterator[None]:
         _restore(before)
         raise
     changed = _restore(before)
+    if SYSTEM in lines.draws:  # these have no state
+        changed.append(SYSTEM)
     if changed:
         line = "" if error is None else describe_line(user_line_of(error))
         line = lines.draws.get(changed[0], line)

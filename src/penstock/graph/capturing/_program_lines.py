@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import sys
 import threading
@@ -16,6 +17,7 @@ from torch import nn
 from penstock.compat.user_line import UserLine, user_line
 from penstock.errors import CaptureError
 
+SYSTEM = "the operating system's random numbers (random.SystemRandom, secrets, os.urandom)"
 _READING = ("getstate", "get_state")
 
 
@@ -57,6 +59,9 @@ class ProgramLines:
                         key = functools.partial(lambda source, *_, **__: source, source)
                         noting = _note_first_call(function, key, self.draws)
                         stack.enter_context(mock.patch.object(module, name, noting))
+            for module, name in ((os, "urandom"), (random, "_urandom")):
+                noting = _note_first_call(os.urandom, lambda *_: SYSTEM, self.draws)
+                stack.enter_context(mock.patch.object(module, name, noting))
             yield
 
 

@@ -17,6 +17,7 @@ from penstock.compat.dispatch import no_dispatch
 from penstock.errors import CaptureError, GraphFileError
 from penstock.graph.capturing._drafts import Draft
 from penstock.graph.capturing._program_lines import error_here
+from penstock.graph.capturing.python_numbers import Number
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.encoding import CONSTANT
@@ -109,6 +110,21 @@ class CaptureRecord:
                     f"{tuple(tensor.shape)} that is neither the model's nor the batch's, and they "
                     "have changed since the step was captured; capture the step again"
                 )
+
+
+def refuse_changed_numbers(numbers: list[Number]) -> None:
+    """Raise if the program has changed one of the numbers that it can read.
+
+    Raises:
+        CaptureError: It has; the message names the variable.
+    """
+    for number in numbers:
+        if number.has_changed():
+            raise CaptureError(
+                f"the step changes {number.name} ({number.place}), which planned steps would not, "
+                "as they do not run its Python: keep what changes from step to step in a buffer or "
+                "in a tensor of the batch, or change it between the steps"
+            )
 
 
 def _make_error(difference: str) -> CaptureError:

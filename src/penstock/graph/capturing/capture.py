@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from penstock.compat.fake_tensors import FakeTensorMode
+from penstock.errors import CaptureError
 from penstock.graph.batches import constants_in, is_full_mask, replace_tensors, tensors_in
 from penstock.graph.capturing._conditions import (
     isolate_capture,
@@ -35,9 +36,10 @@ from penstock.graph.capturing._model import (
 )
 from penstock.graph.capturing._optimizer import OptimizerCopy
 from penstock.graph.capturing._program_lines import ProgramLines
-from penstock.graph.capturing._recapture import CaptureRecord
+from penstock.graph.capturing._recapture import CaptureRecord, refuse_changed_numbers
 from penstock.graph.capturing.fake_tensors import FakeTensors
 from penstock.graph.capturing.module_state import autocast_of, evaluation_modules, frozen_parameters
+from penstock.graph.capturing.python_numbers import find_numbers
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.capturing.step_program import (
     StepProgram,
@@ -123,6 +125,7 @@ def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepG
     mode = FakeTensorMode()
     device = find_device_type(root, batch)
     tracer = _Tracer(program, root, sharded, FakeTensors(mode, torch.device(device), local))
+    tracer.refuse_shared_memory()
     lines = ProgramLines()
     with isolate_capture(), refuse_other_draws(lines), lines.note(), mode:
         recorder, tensors = tracer.begin()
@@ -141,7 +144,10 @@ def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepG
             before.restore_tensors(recorder.is_constant)
             places.restore()
             second, _ = tracer.begin()
+            numbers = find_numbers(program.callables())
             tracer.run_again(second, record)
+            before.restore_tensors(second.is_constant)
+            refuse_changed_numbers(numbers)
         metadata = {
             "model": type(model).__qualname__,
             "optimizer": type(optimizer).__qualname__,
@@ -173,6 +179,7 @@ def verify(record: CaptureRecord, program: StepProgram, device: str) -> None:
     """
     if not record.has_before_step:
         program = program._replace(before_step=None)
+    check_model(program.model)  # it may have got hooks
     root = nn.ModuleDict(program.roots())
     mode = FakeTensorMode()
     fakes = FakeTensors(mode, torch.device(device), below=device != "cpu")
@@ -194,6 +201,21 @@ class _Tracer:
         self._program, self._root, self._sharded = program, root, sharded
         held = (*root.parameters(), *root.buffers())
         self._replaced = [fakes.local.get(id(each), each) for each in held]
+
+    def refuse_shared_memory(self) -> None:
+        """Raise if a tensor of the batch lies in the memory of one of the model's.
+
+        Raises:
+            CaptureError: It does. Binding moves the model's, and the batch's would be left behind.
+        """
+        held = {_storage_key(each) for each in self._replaced} - {None}
+        for name, tensor in tensors_in(self._program.batch, "batch"):
+            if _storage_key(tensor) in held:
+                raise CaptureError(
+                    f"{name} lies in the memory of a parameter or a buffer, and would not follow "
+                    "it to where the plan has it: pass a copy (tensor.detach().clone()), or let "
+                    "the model read its parameter itself"
+                )
 
     def begin(self) -> tuple[Recorder, dict[str, TensorView]]:
         """Return a recorder with the tensors that a step begins with, and these by name."""
@@ -231,3 +253,11 @@ class _Tracer:
         to_gradients = record.has_before_step and self._program.before_step is None
         with record.compare(recorder, to_gradients=to_gradients), self.activate(recorder):
             self.run(recorder)
+
+
+def _storage_key(tensor: torch.Tensor) -> int | None:
+    """Return what identifies the memory of a tensor; None where it has none of its own."""
+    try:
+        return tensor.untyped_storage()._cdata if tensor.numel() else None
+    except (NotImplementedError, RuntimeError):  # a subclass, a sparse tensor
+        return None

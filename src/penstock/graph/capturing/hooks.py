@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from penstock.compat.autograd import count_node_hooks
 from penstock.compat.optimizers import global_step_hooks
 
 _LIBRARIES = ("torch.", "penstock.")  # whose hooks around all optimizers only look on
@@ -15,6 +16,19 @@ def describe_gradient_hooks(name: str, parameter: nn.Parameter) -> str | None:
     """Describe the hooks on the gradient of a parameter; None if there are none."""
     if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
         return None
+    return _describe_hooks_of(name)
+
+
+def describe_accumulation_hooks(name: str, parameter: nn.Parameter) -> str | None:
+    """Describe the hooks on the node that accumulates the gradient of a parameter; None if there
+    are none. It takes microseconds, as the node has to be found.
+    """
+    if not parameter.requires_grad or not count_node_hooks(parameter):
+        return None
+    return _describe_hooks_of(name)
+
+
+def _describe_hooks_of(name: str) -> str:
     return (
         f"parameter {name!r} has hooks on its gradient, which run Python that a graph does not "
         "hold; remove them, or do their work in the loss or in the optimizer"

@@ -12,7 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from penstock.errors import CaptureError
 from penstock.graph.batches import tensors_in
-from penstock.graph.capturing.hooks import describe_gradient_hooks
+from penstock.graph.capturing.hooks import (
+    describe_accumulation_hooks,
+    describe_gradient_hooks,
+)
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.fsdp.capture import FsdpCapture
 from penstock.graph.step_graph import Kind, Phase
@@ -44,6 +47,11 @@ class StepProgram(NamedTuple):
         """Return the model, and the loss if that is a module, by their names in a graph."""
         found = {"model": self.model}
         return found | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
+
+    def callables(self) -> dict[str, Any]:
+        """Return what it calls, by names for messages."""
+        found = {"model": self.model, "loss": self.loss, "before_step": self.before_step}
+        return {name: each for name, each in found.items() if each is not None}
 
     def run(self, recorder: Recorder, root: nn.Module, fsdp: FsdpCapture) -> torch.Tensor:
         """Call it with fake tensors in the model, up to the optimizer's step; return the loss."""
@@ -187,8 +195,9 @@ def check_model(model: object) -> None:
             raise CaptureError(
                 f"parameter {name!r} gets its shape in the first call; call the model once before"
             )
-        if (hooks := describe_gradient_hooks(name, parameter)) is not None:
-            raise CaptureError(hooks)
+        for describe in (describe_gradient_hooks, describe_accumulation_hooks):
+            if (hooks := describe(name, parameter)) is not None:
+                raise CaptureError(hooks)
 
 
 def _is_compiled(module: nn.Module) -> bool:
