@@ -180,6 +180,51 @@ def test_a_process_killed_while_it_writes_to_a_file(folder):
         seen = found[0, 0].item()
 
 
+@pytest.mark.parametrize("moment", ["while it writes", "after it was killed"])
+def test_a_process_killed_while_it_writes_to_a_file_that_is_renamed(folder, moment, num_kills=8):
+    """As above, or writing is refused; the journal is found from the new name, and from the old one
+    through a link.
+    """
+    names, numbers = ["x.npy", "y.npy"], random.Random(2)
+    saved(folder / "x.npy", value=0.0)
+    index = torch.arange(0, NUM_ROWS, 2)
+    seen = 0.0
+
+    def write(ready: int) -> None:
+        u = unify(folder / names[0])
+        try:
+            for value in range(int(seen) + 1, 10**9):
+                u[index] = torch.full((len(index), WIDTH), float(value))
+                os.write(ready, b".")
+        except StoreUnavailableError as error:  # where it looks for its journal again
+            assert "has another name now" in str(error)
+            signal.pause()
+
+    def rename() -> None:
+        os.rename(folder / names[0], folder / names[1])
+        if numbers.random() < 0.5:
+            os.symlink(names[1], folder / names[0])
+
+    for _ in range(num_kills):
+        with child_that(write) as (_, reading):
+            assert os.read(reading, 1) == b"."
+            time.sleep(numbers.uniform(0, 0.01))
+            if moment == "while it writes":
+                rename()
+                time.sleep(numbers.uniform(0, 0.01))
+        if moment == "after it was killed":
+            rename()
+        is_link = (folder / names[0]).is_symlink()
+        found = unify(folder / names[0 if is_link else 1])[torch.arange(NUM_ROWS)]
+        assert len(found[::2].unique()) == 1 and not found[1::2].any()
+        assert found[0, 0] > seen
+        seen = found[0, 0].item()
+        if is_link:
+            os.unlink(folder / names[0])
+        names.reverse()
+        assert sorted(os.listdir(folder)) == [names[0]]
+
+
 def gradient_of(step: int) -> torch.Tensor:
     """The same in every process; with duplicates."""
     random = torch.Generator().manual_seed(step)
