@@ -33,9 +33,9 @@ SPLITS = ("random", "contiguous", "cluster")
 ALGORITHMS = ("bfs", "connected_components", "pagerank", "khop")
 MESSAGES = {
     "bfs": ("bfs",),
-    "connected_components": ("components to owners", "components from owners"),
+    "connected_components": ("component ids", "components to owners", "components from owners"),
     "pagerank": ("pagerank",),
-    "khop": ("khop nodes", "khop lengths", "khop entries"),
+    "khop": ("halo ids again", "khop nodes", "khop lengths", "khop entries"),
 }
 NUM_SIDE, NUM_LINKS = 1000, 12  # of the graph of cases `memory`: nodes of a side, edges of each
 PAGERANK_TOLERANCE, SEEDS, HOPS = 1e-6, 16, 2

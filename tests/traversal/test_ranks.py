@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 
 from _graph_ranks import make_graphs, run_algorithms, run_ranks, seeds_of
 from penstock.traversal import CSRGraph, RankGraph, khop
+from penstock.traversal._send_lists import SendLists
 
 if not (distributed.is_available() and distributed.is_gloo_available()):
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
@@ -76,6 +77,8 @@ def test_what_is_sent_is_the_cut(ranks: list[Any]):
         assert [each["num_halo"] for each in reports] == cut, (name, split)
         halo_ids = sum(each["sent_bytes"].get("halo ids", 0) for each in reports)
         assert halo_ids == 4 * sum(cut)
+        for kind in ("halo ids again", "component ids"):  # once, however many calls there are
+            assert sum(each["sent_bytes"].get(kind, 0) for each in reports) == 4 * sum(cut), kind
         if name == "grid":  # all of it is reached: each node of the cut is told of once
             assert sum(each["num_messages"]["bfs"] for each in reports) == sum(cut)
             assert sum(each["sent_bytes"]["bfs"] for each in reports) == 4 * sum(cut)
@@ -88,6 +91,25 @@ def test_what_is_sent_is_the_cut(ranks: list[Any]):
         assert (rows, row_bytes) == (2 * sum(cut), 2 * sum(cut) * 5 * 8)
         own = sum(each["sent_bytes"].get("rows of features", 0) for each in reports)
         assert own == sum(cut) * 6 * 8
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+def test_lists_of_what_is_sent(share: float):
+    generator = torch.Generator().manual_seed(0)
+    num_own = 3 * 2**13 + 17
+    chosen = [torch.rand(num_own, generator=generator) < each for each in (share, 0.5, share)]
+    positions = [each.nonzero().flatten() for each in chosen]
+    counts = [len(each) for each in positions]
+    lists = SendLists(torch.cat(positions).int(), counts, num_own)
+    assert lists.num_bytes <= sum(min(4 * count, num_own / 8 + 2000) for count in counts)
+    for rank, expected in enumerate(positions):
+        ends = (0, 1, 2**13 - 1, 2**13, 2**13 + 1, len(expected) // 2, len(expected))
+        for begin in ends:
+            for end in (each for each in ends if begin <= each <= len(expected)):
+                assert torch.equal(lists.read(rank, begin, end), expected[begin:end])
+        places = torch.randint(0, max(len(expected), 1), (9,), generator=generator).sort().values
+        places = places[: len(expected)].int()
+        assert torch.equal(lists.select(rank, places), expected[places.long()])
 
 
 def test_clusters_and_balance(ranks: list[Any]):

@@ -11,6 +11,7 @@ from penstock.traversal._lists import check_seeds
 from penstock.traversal._rank_graph import RankGraph, as_rank_graph
 
 UNREACHED = -1
+_TRIM_LEVELS = 8
 
 
 def bfs(graph: CSRGraph | RankGraph, sources: Tensor) -> Tensor:
@@ -56,6 +57,8 @@ def bfs(graph: CSRGraph | RankGraph, sources: Tensor) -> Tensor:
         told = told[hops[told] == UNREACHED]
         hops[told] = level
         frontier = torch.cat([found, told])
+        if level % _TRIM_LEVELS == 0:  # frontiers of all lengths leave holes
+            trim_heap()
     trim_heap()
     return hops
 

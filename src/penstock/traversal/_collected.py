@@ -9,8 +9,8 @@ from torch import Tensor
 
 from penstock.errors import CapacityError
 from penstock.traversal._graph import CSRGraph, Flow
-from penstock.traversal._lists import narrow
-from penstock.traversal._rank_graph import RankGraph, list_places
+from penstock.traversal._lists import list_places, narrow
+from penstock.traversal._rank_graph import RankGraph
 from penstock.units import format_bytes
 
 _ENTRY_BYTES = 8
@@ -51,6 +51,7 @@ def collect_lists(
         RankError: Another rank has ended, or does not answer.
     """
     _compare_hops(part, hops)
+    part.find_halo_ids()
     known = frontier = seeds.unique()
     held_bytes, found = 0, []
     for hop in range(hops + 1):  # once more than hops: for the edges among the last nodes

@@ -37,12 +37,7 @@ def connected_components(graph: CSRGraph | RankGraph) -> Tensor:
     roots = _find_roots(part)
     trim_heap()
     num_own = part.num_own
-    # The smallest id of each rank's component stands at its root; other places are not used.
-    least = torch.full_like(roots, part.num_nodes)
-    for begin in range(0, len(roots), part.block_entries):
-        root = roots[begin : begin + part.block_entries].long()
-        ids = part.id_of(torch.arange(begin, begin + len(root)))
-        least.scatter_reduce_(0, root, ids.to(least.dtype), "amin")
+    least = _find_least(part, roots)
     while part.num_halo or part.exchange.num_ranks > 1:
         is_changed = _tell_owners(part, roots, least) | _ask_owners(part, roots, least)
         if not part.exchange.total(int(is_changed)):
@@ -51,6 +46,22 @@ def connected_components(graph: CSRGraph | RankGraph) -> Tensor:
     del roots, least
     trim_heap()
     return found
+
+
+def _find_least(part: RankGraph, roots: Tensor) -> Tensor:
+    """Return the smallest id of each of the rank's components at its root; other places are not
+    used.
+    """
+    least = torch.full_like(roots, part.num_nodes)
+    for begin in range(0, part.num_own, part.block_entries):
+        root = roots[begin : min(begin + part.block_entries, part.num_own)].long()
+        ids = part.id_of(torch.arange(begin, begin + len(root)))
+        least.scatter_reduce_(0, root, ids.to(least.dtype), "amin")
+    for positions, sent, places, received in part.split_halo():
+        own = part.id_of(positions).to(least.dtype)
+        ids = part.exchange.trade(own, sent, received, "component ids")
+        least.scatter_reduce_(0, roots[part.num_own + places].long(), ids, "amin")
+    return least
 
 
 def _tell_owners(part: RankGraph, roots: Tensor, least: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.traversal._lists import as_list, check_edges, in_memory, narrow, read_entries
 from penstock.traversal._matrix_market import read_pattern
-from penstock.unified import UnifiedTensor
+from penstock.unified import UnifiedTensor, unify
 
 Flow = Literal["source_to_target", "target_to_source"]
 _FLOWS = ("source_to_target", "target_to_source")
@@ -273,6 +273,15 @@ def _check_flow(flow: Any) -> Flow:
     if flow not in _FLOWS:
         raise ValueError(f"flow={flow!r}: expected one of {', '.join(map(repr, _FLOWS))}")
     return cast("Flow", flow)
+
+
+def open_uncached(graph: CSRGraph) -> CSRGraph:
+    """Return a graph, its tables in files as ones that keep nothing of them in memory."""
+    lists = (
+        unify(each, cache=0) if in_memory(each) is None else each
+        for each in (graph.indptr, graph.indices)
+    )
+    return CSRGraph(*lists, flow=graph.flow)
 
 
 def _is_forward(flow: Any) -> bool:

@@ -64,6 +64,7 @@ def check_features(part: RankGraph, features: Any, cache_bytes: int) -> LayerRow
     # Of one rank that owns all nodes the length does not tell.
     (is_own_on_any,) = part.exchange.largest(int(len(features) != part.num_nodes))
     if not is_own_on_any:
+        part.find_halo_ids()
         return LayerRows(features, part)
     if len(features) != part.num_own:
         raise ValueError("features: expected rows of all nodes on all ranks, or on none")

@@ -74,6 +74,13 @@ def narrow(values: Tensor, bound: int) -> Tensor:
     return values.to(torch.int32 if bound <= torch.iinfo(torch.int32).max else torch.int64)
 
 
+def list_places(starts: Tensor, degrees: Tensor) -> Tensor:
+    """Return the places of the entries of lists that begin at `starts`, side by side."""
+    ends = degrees.cumsum(0)
+    shift = (starts - (ends - degrees)).repeat_interleave(degrees)
+    return shift + torch.arange(len(shift))
+
+
 def check_edges(edge_index: Any, num_nodes: int) -> None:
     """Raise unless the edges are pairs of nodes below a number."""
     if not isinstance(edge_index, Tensor) or edge_index.dtype not in INTEGERS:

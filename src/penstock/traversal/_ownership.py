@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.traversal._exchange import Exchange
-from penstock.traversal._graph import CSRGraph
-from penstock.traversal._lists import INTEGERS, read_entries
+from penstock.traversal._graph import CSRGraph, open_uncached
+from penstock.traversal._lists import INTEGERS, narrow, read_entries
 
 Split = Literal["random", "contiguous", "cluster"]
 SPLITS = ("random", "contiguous", "cluster")
@@ -47,13 +47,22 @@ class Ownership:
         return _hash(nodes, self.seed) % self.num_ranks
 
     def nodes_of(self, rank: int) -> Tensor:
-        """Return the nodes of a rank in rising order, as int64."""
+        """Return the nodes of a rank in rising order, as int32 where their number allows it."""
         found = [
-            block[self.owner_of(block) == rank]
-            for begin in range(0, self.num_nodes, _BLOCK_NODES)
-            for block in [torch.arange(begin, min(begin + _BLOCK_NODES, self.num_nodes))]
+            narrow(block[self.owner_of(block) == rank], self.num_nodes) for block in self._blocks()
         ]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        return torch.cat(found) if found else narrow(torch.empty(0), self.num_nodes)
+
+    def checksum(self) -> int:
+        """Return a number that differs for different tables; zero where there is none."""
+        table = self.split
+        if not isinstance(table, Tensor):
+            return 0
+        return sum(int((table[block] * (block % 8191 + 1)).sum()) for block in self._blocks())
+
+    def _blocks(self) -> Iterator[Tensor]:
+        for begin in range(0, self.num_nodes, _BLOCK_NODES):
+            yield torch.arange(begin, min(begin + _BLOCK_NODES, self.num_nodes))
 
     @property
     def num_bytes(self) -> int:
@@ -129,6 +138,7 @@ def find_clusters(graph: CSRGraph, num_ranks: int) -> Tensor:
         return owners.zero_()
     capacity = _SLACK * (graph.num_nodes + graph.num_edges) / num_ranks
     loads = torch.zeros(num_ranks + 1, dtype=torch.float64)
+    graph = open_uncached(graph)  # a copy in memory would be that of a whole file, on one rank
     for _ in range(_NUM_PASSES):
         for nodes, degrees, neighbors in _read_blocks(graph, num_ranks):
             before = owners[nodes].long()

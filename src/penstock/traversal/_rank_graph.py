@@ -8,8 +8,8 @@ sent about it is a few consecutive parts, and each owner knows where in its own 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,14 +19,17 @@ from penstock.memory.pages import trim_heap
 from penstock.tables import Report
 from penstock.traversal._exchange import Exchange, find_group
 from penstock.traversal._graph import CSRGraph, Flow
-from penstock.traversal._lists import in_memory, narrow, read_entries
+from penstock.traversal._lists import in_memory, list_places, narrow, read_entries
+from penstock.traversal._own_lists import read_own_lists
 from penstock.traversal._ownership import MOST_RANKS, Ownership, Split, find_ownership
-from penstock.unified import unify
+from penstock.traversal._send_lists import SendLists
 
-_BLOCK_ENTRIES = 2**16
+_BLOCK_ENTRIES = 2**15
 _BLOCK_NODES = 2**14
-_BLOCK_ROWS = 2**13  # that one rank sends another at once
-_WIDEST_PART = 16  # a block has at most this part of a rank's entries, so that all is near 1/ranks
+_BLOCK_ROWS = 2**12  # that one rank sends another at once
+# A block has at most this part of a rank's entries, so that all is near 1/ranks; many have room for
+# more blocks that are worth a call.
+_WIDEST_PART, _WIDEST_OF_MANY = 16, 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,9 +117,10 @@ class RankGraph:
         self.flow: Flow = graph.flow
         self.exchange = exchange
         self._is_whole = exchange.num_ranks == 1
-        self._send_counts = self._halo_counts = [0] * exchange.num_ranks
+        self._halo_counts = [0] * exchange.num_ranks
         empty = torch.empty(0, dtype=torch.int32)
-        self._halo = self._send_positions = empty
+        self._halo_ids: Tensor | None = None
+        self._send = SendLists(empty, self._halo_counts, 0)
         self._longest_part = 0  # of the cut, between any two ranks
         if exchange.num_ranks > MOST_RANKS:
             raise ValueError(f"group: expected up to {MOST_RANKS} ranks, got {exchange.num_ranks}")
@@ -126,12 +130,13 @@ class RankGraph:
             self._indptr, self._indices = graph.indptr, graph.indices
         else:
             _compare_ranks(graph, exchange, self._owners)
-            self._own = narrow(self._owners.nodes_of(exchange.rank), graph.num_nodes)
+            self._own = self._owners.nodes_of(exchange.rank)
             self.num_own = len(self._own)
-            self._indptr, self._indices = _read_own(graph, self._own)
+            trim_heap()
+            self._indptr, self._indices = read_own_lists(graph, self._own)
             self._find_halo()
             trim_heap()  # what this took is more than what stays
-        self.num_halo = len(self._halo)
+        self.num_halo = sum(self._halo_counts)
         self._is_file = in_memory(self._indices) is None
 
     def _find_halo(self) -> None:
@@ -142,33 +147,52 @@ class RankGraph:
         for block in self._own.split(_BLOCK_ENTRIES):
             is_known[block.long()] = False
         ranks = range(self.exchange.num_ranks)
-        found: list[list[Tensor]] = [[] for _ in ranks]
+        counts = torch.zeros(len(ranks), dtype=torch.int64)
+        for _, owners in self._iter_marked(is_known):
+            counts += torch.bincount(owners, minlength=len(ranks))
+        self._halo_counts = counts.tolist()
+        halo = self._own.new_empty(sum(self._halo_counts))
+        parts = list(halo.split(self._halo_counts))
+        starts = [0] * len(ranks)
+        for nodes, owners in self._iter_marked(is_known):
+            for rank in ranks:
+                some = nodes[owners == rank]
+                parts[rank][starts[rank] : starts[rank] + len(some)] = some
+                starts[rank] += len(some)
+        del is_known
+        self._number_entries(parts)
+        del parts
+        self._trade_places(halo)
+
+    def _iter_marked(self, is_known: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the marked nodes in blocks, and their owners."""
         for begin, block in _split_places(is_known):
             nodes = begin + block.nonzero().flatten()
-            owners = self._owners.owner_of(nodes)
-            for rank in ranks:
-                found[rank].append(narrow(nodes[owners == rank], self.num_nodes))
-        del is_known
-        self._halo_counts = [sum(map(len, parts)) for parts in found]
-        self._halo = self._own.new_empty(sum(self._halo_counts))
-        parts = list(self._halo.split(self._halo_counts))
-        for rank, part in enumerate(parts):
-            torch.cat([*found[rank], self._own[:0]], out=part)
-            found[rank].clear()
-        starts = [self.num_own + sum(self._halo_counts[:rank]) for rank in ranks]
+            yield nodes, self._owners.owner_of(nodes)
+
+    def _number_entries(self, halo: list[Tensor]) -> None:
+        """Write the numbers of nodes in place of their ids, with the halo's ids by owner."""
+        parts = [*halo]
+        parts[self.exchange.rank] = self._own
+        starts = list(itertools.accumulate(self._halo_counts, initial=self.num_own))
+        starts[self.exchange.rank] = 0
         for block in self._indices.split(_BLOCK_ENTRIES):
             owners = self._owners.owner_of(block.long())
-            for rank in ranks:
-                is_own = rank == self.exchange.rank
+            for rank, part in enumerate(parts):
                 at = (owners == rank).nonzero().flatten()
-                nodes, start = (self._own, 0) if is_own else (parts[rank], starts[rank])
-                block[at] = (torch.searchsorted(nodes, block[at]) + start).to(block.dtype)
-        self._send_counts = self.exchange.trade_counts(self._halo_counts)
-        asked = self.exchange.trade(self._halo, self._halo_counts, self._send_counts, "halo ids")
-        self._send_positions = torch.searchsorted(self._own, asked, out_int32=True)
-        (self._longest_part,) = self.exchange.largest(
-            max([0, *self._send_counts, *self._halo_counts])
-        )
+                block[at] = (torch.searchsorted(part, block[at]) + starts[rank]).to(block.dtype)
+
+    def _trade_places(self, halo: Tensor) -> None:
+        """Tell owners the ids of the halo; keep what others ask for here as places of own nodes."""
+        counts = self.exchange.trade_counts(self._halo_counts)
+        positions = torch.empty(sum(counts), dtype=torch.int32)
+        (self._longest_part,) = self.exchange.largest(max([0, *counts, *self._halo_counts]))
+        for begin in range(0, self._longest_part, _BLOCK_ROWS):
+            theirs, asked = _cut_parts(self._halo_counts, begin, _BLOCK_ROWS)
+            ours, told = _cut_parts(counts, begin, _BLOCK_ROWS)
+            ids = self.exchange.trade(halo[theirs], asked, told, "halo ids")
+            positions[ours] = torch.searchsorted(self._own, ids, out_int32=True)
+        self._send = SendLists(positions, counts, self.num_own)
 
     @property
     def nodes(self) -> Tensor:
@@ -178,10 +202,10 @@ class RankGraph:
     @property
     def num_bytes(self) -> int:
         """Bytes that the rank has for the graph; see `RankGraphReport.graph_bytes`."""
-        tensors = [self._own, self._halo, self._send_positions]
+        tensors = [self._own] if self._halo_ids is None else [self._own, self._halo_ids]
         if not self._is_whole:
             tensors += [self._indptr, self._indices]
-        return sum(each.nbytes for each in tensors) + self._owners.num_bytes
+        return sum(each.nbytes for each in tensors) + self._owners.num_bytes + self._send.num_bytes
 
     def report(self) -> RankGraphReport:
         """Return the account of the part, and of all exchanges so far."""
@@ -257,7 +281,7 @@ class RankGraph:
             ends = (both[1] - both[0]).cumsum(0)
             cuts = torch.searchsorted(ends, torch.arange(most, max(int(ends[-1]), most), most)) + 1
             bounds = sorted({0, *cuts.tolist(), len(part)})
-            for begin, end in pairwise(bounds):
+            for begin, end in itertools.pairwise(bounds):
                 starts, degrees = both[0, begin:end], both[1, begin:end] - both[0, begin:end]
                 yield self._check(read_entries(self._indices, list_places(starts, degrees)))
 
@@ -278,7 +302,9 @@ class RankGraph:
     @property
     def block_entries(self) -> int:
         """Entries that are read at once."""
-        return min(_BLOCK_ENTRIES, max(len(self._indices) // _WIDEST_PART, 256))
+        count = len(self._indices)
+        most = max(count // _WIDEST_OF_MANY, _BLOCK_ENTRIES // 4)
+        return min(_BLOCK_ENTRIES, most, max(count // _WIDEST_PART, 256))
 
     def _check(self, entries: Tensor) -> Tensor:
         """Return entries of a list; raise for one that is no node, as in a damaged file.
@@ -300,14 +326,26 @@ class RankGraph:
         return nodes if self._is_whole else torch.searchsorted(self._own, nodes)
 
     def id_of(self, numbers: Tensor) -> Tensor:
-        """Return the ids of nodes that the rank knows, by number."""
+        """Return the ids of nodes that the rank knows, by number; of the halo after
+        `find_halo_ids` only.
+        """
         if self._is_whole:
             return numbers
         ids = torch.empty_like(numbers)
         own = numbers < self.num_own
         ids[own] = self._own[numbers[own]].long()
-        ids[~own] = self._halo[numbers[~own] - self.num_own].long()
+        if not own.all():
+            assert self._halo_ids is not None
+            ids[~own] = self._halo_ids[numbers[~own] - self.num_own].long()
         return ids
+
+    def find_halo_ids(self) -> None:
+        """Get the ids of the halo from their owners, where they are not there; all ranks call.
+
+        Only the ends of lists that leave the graph, and rows by id, need them.
+        """
+        if self._halo_ids is None and not self._is_whole:
+            self._halo_ids = self.pull_halo(self._own, "halo ids again")
 
     # ---------------------------------------------------------- exchanges
 
@@ -341,9 +379,8 @@ class RankGraph:
         # 4 bytes: a place in the part of the halo that both ranks know.
         starts = (ends - torch.tensor(self._halo_counts)).repeat_interleave(torch.tensor(sent))
         arrived = self.exchange.trade((halo - starts).int(), sent, received, kind)
-        counts = torch.tensor(self._send_counts)
-        starts = (counts.cumsum(0) - counts).repeat_interleave(torch.tensor(received))
-        return self._send_positions[arrived + starts].long()
+        parts = enumerate(arrived.split(received))
+        return torch.cat([self._send.select(rank, places) for rank, places in parts])
 
     def pull_halo(self, own: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
         """Return rows of the halo, which their owners send: one message for each node of the cut.
@@ -372,9 +409,12 @@ class RankGraph:
             and how many from each.
         """
         for begin in range(0, self._longest_part, most):
-            ours, sent = _cut_parts(self._send_counts, begin, most)
+            ours = [
+                self._send.read(rank, min(begin, count), min(begin + most, count))
+                for rank, count in enumerate(self._send.counts)
+            ]
             places, received = _cut_parts(self._halo_counts, begin, most)
-            yield self._send_positions[ours].long(), sent, places, received
+            yield torch.cat(ours), [len(each) for each in ours], places, received
 
     def push_halo(self, halo: Tensor, own: Tensor, kind: str) -> None:
         """Send values of the halo to the owners, which add them to their own in place.
@@ -421,17 +461,8 @@ def _read_range(values: Tensor, begin: int, end: int) -> Tensor:
     return read_entries(values, torch.arange(begin, end)) if found is None else found[begin:end]
 
 
-def list_places(starts: Tensor, degrees: Tensor) -> Tensor:
-    """Return the places of the entries of lists that begin at `starts`, side by side."""
-    ends = degrees.cumsum(0)
-    shift = (starts - (ends - degrees)).repeat_interleave(degrees)
-    return shift + torch.arange(len(shift))
-
-
 def _compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> None:
     """Raise on all ranks if they were given different graphs or splits."""
-    table = owners.split if isinstance(owners.split, Tensor) else torch.empty(0, dtype=torch.int8)
-    weights = torch.arange(len(table)) % 8191 + 1
     kind = owners.split if isinstance(owners.split, str) else "table"
     own = [
         graph.num_nodes,
@@ -439,7 +470,7 @@ def _compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> No
         int(graph.flow == "source_to_target"),
         ("random", "contiguous", "table").index(kind),
         owners.seed,
-        int((table * weights).sum()),
+        owners.checksum(),
     ]
     found = exchange.largest(*own, *(-each for each in own))
     if found[: len(own)] != own or [-each for each in found[len(own) :]] != own:
@@ -447,38 +478,3 @@ def _compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> No
             f"graph: ranks were given different graphs, splits or seeds; rank {exchange.rank} has "
             f"{graph}, split {kind!r} and seed {owners.seed}"
         )
-
-
-def _open_once(values: Tensor) -> Tensor:
-    """Return a table in a file as one that keeps nothing of it in memory."""
-    return unify(values, cache=0) if in_memory(values) is None else values
-
-
-def _read_own(graph: CSRGraph, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the offsets and the entries, by id, of the lists of some nodes.
-
-    Each rank reads its part of a file once, so a copy of the whole file in memory would not pay.
-    """
-    lists = (_open_once(each) for each in (graph.indptr, graph.indices))
-    graph = CSRGraph(*lists, flow=graph.flow)
-    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64)
-    for begin in range(0, len(nodes), _BLOCK_NODES):
-        part = nodes[begin : begin + _BLOCK_NODES].long()
-        offsets[begin + 1 : begin + 1 + len(part)] = graph.read_lists(part)[1]
-    torch.cumsum(offsets, 0, out=offsets)
-    most = torch.iinfo(torch.int32).max
-    dtype = torch.int32 if graph.num_nodes <= most else torch.int64
-    entries = torch.empty(int(offsets[-1]), dtype=dtype)
-    for begin in range(0, len(nodes), _BLOCK_NODES // 8):
-        part = nodes[begin : begin + _BLOCK_NODES // 8].long()
-        starts, degrees = graph.read_lists(part)
-        found = read_entries(graph.indices, list_places(starts, degrees))
-        wrong = (found < 0) | (found >= graph.num_nodes)
-        if wrong.any():
-            raise ValueError(
-                f"indices: names node {int(found[wrong][0])}, but the graph has "
-                f"{graph.num_nodes} nodes"
-            )
-        first = int(offsets[begin])
-        entries[first : first + len(found)] = found
-    return narrow(offsets, len(entries)), entries

@@ -1,0 +1,74 @@
+"""Own nodes that a rank sends to each other rank, in rising order.
+
+Dense lists, as a random split has them, are kept as one bit for each own node; others as positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SPAN = 2**13  # nodes between two counts of bits
+_POSITION_BITS = 32
+
+
+class SendLists:
+    """Positions of own nodes for each rank.
+
+    Args:
+        positions: Positions, int32, rising for each rank, one rank's behind the other's.
+        counts: Positions for each rank.
+        num_own: Nodes that the rank owns.
+
+    Attributes:
+        counts: Positions for each rank.
+    """
+
+    def __init__(self, positions: Tensor, counts: list[int], num_own: int) -> None:
+        self.counts = counts
+        self._lists = [
+            _Bits(each, num_own) if len(each) * _POSITION_BITS > num_own else each.clone()
+            for each in positions.split(counts)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the lists."""
+        return sum(each.nbytes for each in self._lists)
+
+    def read(self, rank: int, begin: int, end: int) -> Tensor:
+        """Return consecutive positions of one rank's list, as int64."""
+        found = self._lists[rank]
+        return found.read(begin, end) if isinstance(found, _Bits) else found[begin:end].long()
+
+    def select(self, rank: int, places: Tensor) -> Tensor:
+        """Return the positions at some places of one rank's list, as int64."""
+        if not len(places):
+            return places.long()
+        first, last = (int(each) for each in places.aminmax())
+        return self.read(rank, first, last + 1)[places.long() - first]
+
+
+class _Bits:
+    """A rising list of positions as one bit for each position that could be in it."""
+
+    def __init__(self, positions: Tensor, num_positions: int) -> None:
+        is_in = torch.zeros(-(-num_positions // _SPAN), _SPAN, dtype=torch.bool)
+        is_in.view(-1)[positions.long()] = True
+        self._ends = is_in.sum(1).cumsum(0)
+        self._bits = np.packbits(is_in.numpy(), axis=1)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bits.nbytes + self._ends.nbytes
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Return the positions at consecutive places."""
+        if begin >= end:
+            return torch.empty(0, dtype=torch.int64)
+        first = int(torch.searchsorted(self._ends, begin, right=True))
+        last = int(torch.searchsorted(self._ends, end)) + 1
+        bits = torch.from_numpy(np.unpackbits(self._bits[first:last]))
+        before = int(self._ends[first - 1]) if first else 0
+        return bits.nonzero().flatten()[begin - before : end - before] + first * _SPAN
