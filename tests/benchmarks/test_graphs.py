@@ -1,4 +1,4 @@
-"""Arms of the benchmark of graphs find the same closures, and its rows are those announced."""
+"""Arms of the benchmark of graphs have the same results, and its rows are those announced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import _graphs_inference
 import _graphs_khop
+import _graphs_ranks
 from _rows import Environment
 
 WHERE = Environment(device_name="test", versions={}, commit="unknown", command="test")
@@ -59,3 +61,35 @@ def test_rows_are_those_announced(one_graph, tmp_path, monkeypatch):
 def test_few_cases_are_announced():
     few = argparse.Namespace(**{**vars(OPTIONS), "match": "budget"})
     assert len(list(_graphs_khop.announce_rows(few))) == len(_graphs_khop.SHARES)
+
+
+def test_rows_of_ranks_are_those_announced(one_graph, tmp_path, monkeypatch):
+    """Each arm on one rank, in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_graphs_ranks, "NUM_SIDE", 30)
+    monkeypatch.setattr(_graphs_ranks, "RANKS", (1,))
+    monkeypatch.setattr(_graphs_ranks, "read_edges", lambda name: (one_graph, 300))
+    monkeypatch.setattr(
+        _graphs_ranks,
+        "spawn",
+        lambda run, args, nprocs: [run(rank, *args) for rank in range(nprocs)],
+    )
+    num_threads = torch.get_num_threads()
+    try:
+        rows = list(_graphs_ranks.measure_rows(OPTIONS, WHERE))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert [(row.case, row.arm) for row in rows] == list(_graphs_ranks.announce_rows(OPTIONS))
+    for row in rows:
+        assert row.median_seconds > 0 and not row.moved_bytes.get("rank->rank")
+        assert row.case.startswith("ranks") or row.limit is not None
+
+
+def test_rows_of_inference_are_those_announced(one_graph, tmp_path, monkeypatch):
+    pytest.importorskip("torch_geometric")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_graphs_inference, "read_edges", lambda name: (one_graph, 300))
+    rows = list(_graphs_inference.measure_rows(OPTIONS, WHERE))
+    assert [(row.case, row.arm) for row in rows] == list(_graphs_inference.announce_rows(OPTIONS))
+    assert all(row.extra["largest_difference"] < 1e-5 for row in rows)
+    assert list(Path(tmp_path).iterdir()) == []
