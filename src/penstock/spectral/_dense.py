@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from penstock.memory import Tier
 from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._operator import LinearOperator
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
+from penstock.spectral._refinement import average_residual
 from penstock.spectral._report import Eigenpairs
 from penstock.spectral._solve import make_report, solve_standard
 
@@ -31,33 +33,49 @@ def is_dense_better(problem: StandardProblem) -> bool:
     return is_small and (problem.max_bytes is None or _dense_bytes(problem) <= problem.max_bytes)
 
 
-def solve_or_densify(problem: StandardProblem) -> Eigenpairs:
-    """Solve by Lanczos, and if that takes more products than there are rows, by a factorisation.
+def solve_or_densify(
+    problem: StandardProblem,
+    iterate: Callable[[StandardProblem], Eigenpairs],
+    most_restarts: int,
+    b: LinearOperator | None = None,
+) -> Eigenpairs:
+    """Solve A v = w B v by an iteration, and if that takes long, by a factorisation.
 
-    The matrix costs as many products once more, so both together at most twice the cheaper one.
+    Args:
+        problem: The problem.
+        iterate: Solves it, up to its `max_restarts`.
+        most_restarts: Restarts after which the factorisation costs no more than was spent; with it
+            all costs at most twice as much as the cheaper one of the two.
+        b: The operator B; None: the identity.
 
     Raises:
         NoConvergenceError: It gave up, at a matrix too large for that, or the operator failed.
         CapacityError, StoreError: The budget or the store has no room.
     """
-    k, num_rows = problem.k, problem.operator.global_length
-    block = min(problem.operator.block, k)
-    steps = (num_basis_vectors(k, block) - k) / (3 * block)  # the fewest between restarts
-    most_restarts = math.ceil(num_rows / steps)
+    num_rows = problem.operator.global_length
     is_possible = num_rows == problem.operator.length and num_rows <= _MOST_ROWS_AFTER
     if problem.max_bytes is not None:
         is_possible = is_possible and _dense_bytes(problem) <= problem.max_bytes
     if not is_possible or most_restarts >= problem.max_restarts:
-        return solve_standard(problem)
+        return iterate(problem)
     try:
-        return solve_standard(dataclasses.replace(problem, max_restarts=most_restarts))
+        return iterate(dataclasses.replace(problem, max_restarts=most_restarts))
     except NoConvergenceError as error:
         if error.__cause__ is not None:  # of the operator
             raise
         try:
-            return solve_dense(problem)
+            return solve_dense(problem, b)
         except Exception as failure:
             raise error from failure  # which has the best iterate
+
+
+def solve_by_lanczos(problem: StandardProblem) -> Eigenpairs:
+    """Solve by Lanczos, or where that takes more products than there are rows, densely."""
+    k = problem.k
+    block = min(problem.operator.block, k)
+    steps = (num_basis_vectors(k, block) - k) / (3 * block)  # the fewest between restarts
+    most_restarts = math.ceil(problem.operator.global_length / steps)
+    return solve_or_densify(problem, solve_standard, most_restarts)
 
 
 def _dense_bytes(problem: StandardProblem) -> int:
@@ -81,11 +99,13 @@ def solve_dense(problem: StandardProblem, b: LinearOperator | None = None) -> Ei
         values, vectors = torch.linalg.eigh((reduced + reduced.mH) / 2)
         vectors = torch.linalg.solve_triangular(factor.mH, vectors, upper=True)
     order = _choose(values, problem.k, problem.which)
-    values, x = values[order].cpu(), vectors[:, order].T.to(operator.dtype).contiguous()
-    residual = operator.apply(x, torch.empty_like(x))
-    bx = x if b is None else b.apply(x, torch.empty_like(x))
-    residual -= values[:, None].to(residual) * bx
+    pencil = _Pencil(operator, b)
+    found, x = values[order], vectors[:, order].T.to(operator.dtype).contiguous()
+    if problem.tol == 0 and operator.dtype == vectors.dtype:
+        found, x = pencil.refine(found, x, values, vectors)
+    residual = average_residual(lambda scaled: pencil.residual(scaled, found), x)
     norms = gram(residual, residual).diagonal().real.sqrt().cpu()
+    values = found.cpu()
     length = operator.length
     report = make_report(
         problem,
@@ -99,6 +119,33 @@ def solve_dense(problem: StandardProblem, b: LinearOperator | None = None) -> Ei
     )
     problem.ledger.add(Tier.DEVICE, -_dense_bytes(problem))
     return Eigenpairs(values, x.T, norms, report)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pencil:
+    """The operators of A v = w B v; None for B is the identity."""
+
+    a: LinearOperator
+    b: LinearOperator | None
+
+    def residual(self, x: Tensor, values: Tensor) -> Tensor:
+        """Return A x - w B x, (k, n), of vectors that are rows."""
+        bx = x if self.b is None else self.b.apply(x, torch.empty_like(x))
+        return self.a.apply(x, torch.empty_like(x)) - values[:, None].to(x.dtype) * bx
+
+    def refine(
+        self, values: Tensor, x: Tensor, spectrum: Tensor, vectors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return pairs with what the factorisation's rounding has left in them of other vectors.
+
+        With r = (A - w B) x it is sum_i v_i (v_i^H r) / (w - w_i), where w_i is not near w.
+        """
+        r = average_residual(lambda scaled: self.residual(scaled, values), x).T
+        parts = vectors.mH @ r
+        gaps = values - spectrum[:, None]
+        near = gaps.abs() <= torch.finfo(values.dtype).eps ** 0.5 * spectrum.abs().max()
+        parts = torch.where(near, 0, parts / gaps)
+        return values + (x.conj() * r.T).sum(1).real, x + (vectors @ parts).T
 
 
 def _materialize(operator: LinearOperator) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.memory import ExtentFile, FileStore, Ledger
 from penstock.spectral._basis import gram
-from penstock.spectral._dense import is_dense_better, solve_dense, solve_or_densify
+from penstock.spectral._dense import is_dense_better, solve_by_lanczos, solve_dense
 from penstock.spectral._filter import check_finite
 from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
 from penstock.spectral._operator import LinearOperator, make_random
@@ -146,7 +146,7 @@ def eigs(
             return solve_dense(problem)
         if prefers_lobpcg(problem):
             return solve_generalized(problem, None, None)
-        return solve_or_densify(problem)
+        return solve_by_lanczos(problem)
 
 
 def _open_pair(

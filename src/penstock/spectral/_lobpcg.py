@@ -8,6 +8,7 @@ converged stay in X and get no residual: soft locking (Knyazev 2004).
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -16,18 +17,18 @@ from torch import Tensor
 from penstock.errors import CapacityError, NoConvergenceError
 from penstock.memory import Tier
 from penstock.spectral._basis import gram, wide_dtype
-from penstock.spectral._dense import solve_dense
+from penstock.spectral._dense import solve_dense, solve_or_densify
 from penstock.spectral._filter import check_finite
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
-from penstock.spectral._refinement import find_turn
+from penstock.spectral._refinement import average_residual, find_turn
 from penstock.spectral._report import Eigenpairs, SpectralReport
 from penstock.spectral._solve import make_report
 from penstock.units import format_bytes
 
 _ROUNDING = 8.0  # times the rounding unit and the norms: residuals are not asked to be less
 _MOST_REFINEMENTS = 2  # by which residuals become those of the rounding of a product
-_MORE = 8  # steps after convergence
+_MORE = 48  # steps after convergence, at most, until residuals are of one rounding unit
 _SMALL = 128  # rows of a problem that is solved densely
 _NEARLY = 0.9  # of the largest eigenvalue of a Gram matrix: then another turn adds nothing
 _REFRESH = 20  # iterations after which products are computed anew
@@ -70,11 +71,17 @@ def solve_generalized(
             f"max_bytes={problem.max_bytes}: LOBPCG keeps its blocks on the device, which are "
             f"{format_bytes(needed)}; give at least {needed}, or fewer eigenvalues"
         )
-    problem.ledger.add(Tier.DEVICE, needed)
-    try:
-        return BlockConjugateGradients(problem, b, m).solve()
-    finally:
-        problem.ledger.add(Tier.DEVICE, -needed)
+
+    def iterate(problem: StandardProblem) -> Eigenpairs:
+        problem.ledger.add(Tier.DEVICE, needed)
+        try:
+            return BlockConjugateGradients(problem, b, m).solve()
+        finally:
+            problem.ledger.add(Tier.DEVICE, -needed)
+
+    # A step takes a product for each vector of the block, and work on all of it.
+    most_restarts = math.ceil(problem.operator.global_length / _ITERATIONS_PER_RESTART)
+    return solve_or_densify(problem, iterate, most_restarts, b)
 
 
 def _needed_bytes(problem: StandardProblem, *, has_b: bool) -> int:
@@ -255,19 +262,24 @@ class BlockConjugateGradients:
         """Return the pairs with products that are computed anew."""
         k = self.problem.k
         x, _, _, values = self._refresh(x)
-        x, values = x[:k], values[:k]
-        residuals = _norms(self._residual(x, values))
+        residuals = _norms(self._average_residual(x, values))
         is_refined = self.problem.tol == 0 and self.problem.max_bytes is None
         for _ in range(_MOST_REFINEMENTS if is_refined else 0):
+            # With the vectors next to those that are asked for, whose parts these have most of.
             better, shifted = self._refine(x, values)
-            norms = _norms(self._residual(better, shifted))
-            if not float(norms.max()) < float(residuals.max()):  # nor where they are not finite
+            norms = _norms(self._average_residual(better, shifted))
+            if not float(norms[:k].max()) < float(residuals[:k].max()):  # nor where not finite
                 break
             x, values, residuals = better, shifted, norms
-        return Eigenpairs(*self._order(values, x, residuals), self._report())
+        return Eigenpairs(*self._order(values[:k], x[:k], residuals[:k]), self._report())
 
     def _residual(self, x: Tensor, values: Tensor) -> Tensor:
         return self._apply_a(x) - values[:, None].to(x.dtype) * self._apply_b(x)
+
+    def _average_residual(self, x: Tensor, values: Tensor) -> Tensor:
+        if self.problem.tol > 0:
+            return self._residual(x, values)
+        return average_residual(lambda scaled: self._residual(scaled, values), x)
 
     def _refine(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return Ritz vectors plus corrections of the first order, and their values.
@@ -275,7 +287,7 @@ class BlockConjugateGradients:
         What is added is as small as the residual, and so is its rounding: X (Y - 1) + W C, where
         Y are the eigenvectors of X^H A X, and W^H (A - w B) W C = -W^H R.
         """
-        r = self._residual(x, values)
+        r = self._average_residual(x, values)
         g = gram(x, r)
         center = values.mean()
         h = torch.diag(values - center).to(g.dtype) + (g + g.mH) / 2

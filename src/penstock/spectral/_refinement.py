@@ -15,6 +15,9 @@ from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._filter import ChebyshevFilter
 from penstock.spectral._operator import LinearOperator
 
+_GOLDEN = 0.6180339887498949  # its multiples less whole numbers are spread evenly
+_NUM_ROUNDINGS = 8
+
 
 def solve_projected(
     operator: LinearOperator,
@@ -120,6 +123,15 @@ def measure_pairs(
     r -= slip[:, None].to(r.dtype) * x
     norms = reduce(_products(r, r)).sqrt()
     return (values + slip).cpu(), x, norms.cpu()
+
+
+def average_residual(residual: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the mean of R(c x) / c over several numbers c, where R is linear.
+
+    Near the end a residual is the rounding of its products, which differs from c to c.
+    """
+    scales = [1 + number * _GOLDEN % 1 for number in range(_NUM_ROUNDINGS)]
+    return torch.stack([residual(x * scale).div_(scale) for scale in scales]).mean(0)
 
 
 def find_turn(y: Tensor) -> Tensor:
