@@ -1,10 +1,13 @@
 """A program that does something else when it is called again is refused, by what has changed."""
 
+import collections
 import functools
 import itertools
 import random
 import re
+import threading
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,7 +171,7 @@ def counted_by(name):
         "state.calls": attribute,
         "NUMBERS['calls']": item,
         "NAMESPACE.calls": module,
-        "defaults of counted_by.<locals>.own['calls'][0]": own,
+        "counted_by.<locals>.own's defaults['calls'][0]": own,
         "numbers": lambda model, value: value if next(numbers) >= 0 else 0,
         "model.history": lambda model, value: model.history.append(value.shape) or value,
     }[name]
@@ -182,7 +185,7 @@ class NAMESPACE:
     "name",
     [
         *("number", "len(calls)", "state.calls", "NUMBERS['calls']", "NAMESPACE.calls"),
-        *("defaults of counted_by.<locals>.own['calls'][0]", "numbers", "model.history"),
+        *("counted_by.<locals>.own's defaults['calls'][0]", "numbers", "model.history"),
     ],
 )
 def test_counting_is_refused_as_planned_steps_would_not(name):
@@ -198,15 +201,97 @@ def test_numbers_that_the_first_call_makes_are_no_matter():
     capture(model, torch.optim.SGD(model.parameters()), X)
 
 
+class Options:
+    factor = 0.5
+
+    def __init__(self):
+        self.inner = 1.5
+
+    @staticmethod
+    def helper():
+        return NUMBERS["scale"]
+
+
+class Slotted:
+    __slots__ = ("__hidden",)
+
+    def __init__(self):
+        self.__hidden = 3
+
+    def __getattr__(self, name):
+        raise RuntimeError("asked")
+
+
+class Strange(dict):
+    """A container that says nothing true of itself, and changes when it is asked."""
+
+    def __getitem__(self, *_: Any) -> Any:
+        raise RuntimeError("asked")
+
+    __len__ = keys = items = values = __iter__ = __getitem__  # pyright: ignore[reportAssignmentType]
+
+
 def test_numbers_that_a_program_can_read_are_found():
-    deep = types.SimpleNamespace(list=[{"inner": 1.5}])
-    partial = functools.partial(lambda factor, y: factor * deep.list[0]["inner"] * y, 3)
-    names = {each.name for each in find_numbers({"loss": partial})}
-    assert {"deep.list[0]['inner']", "loss[0]"} <= names
+    deep = types.SimpleNamespace(list=[{"inner": 1.5}], array=np.ones(3))
+    options, slotted, strange = Options(), Slotted(), Strange(key=2)
+
+    def loss(factor, y):
+        Options.helper()
+        return factor * deep.list[0]["inner"] * y * options.inner, slotted, strange
+
+    found = find_numbers({"loss": functools.partial(loss, 3)})
+    names = {each.name for each in found if not each.is_identity}
+    assert {"deep.list[0]['inner']", "loss[0]", "deep.array", "options.inner"} <= names
+    assert {"Options.factor", "NUMBERS['scale']", "slotted._Slotted__hidden"} <= {
+        name.replace("__hidden", "_Slotted__hidden") if "_Slotted" not in name else name
+        for name in names
+    }
+    assert "strange['key']" in names
     module = nn.Sequential(nn.Linear(2, 2))
     module.alpha = 0.5
     names = {each.name for each in find_numbers({"model": module})}
     assert {"model.alpha", "model.0.in_features", "len(model._forward_hooks)"} <= names
+
+
+def test_looking_for_numbers_changes_nothing():
+    class Recent(collections.OrderedDict):
+        def __getitem__(self, key):
+            self.move_to_end(key)
+            return super().__getitem__(key)
+
+    counts, recent = collections.defaultdict(float, a=1.0), Recent(a=1, b=2)
+    numbers = find_numbers({"loss": lambda y, batch: (counts, recent)})
+    del counts["a"]
+    changed = {each.name for each in numbers if each.has_changed()}
+    assert changed == {"len(counts)", "counts['a']"}
+    assert not counts and list(recent) == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["deep", "wide"])
+def test_the_search_for_numbers_ends(kind):
+    layers = [nn.Linear(1, 1) for _ in range(2000 if kind == "deep" else 1)]
+    for layer, after in itertools.pairwise(layers):
+        layer.after = [after]
+    data = [[[1, 2, 3] for _ in range(200)] for _ in range(200 if kind == "wide" else 1)]
+    found = find_numbers({"loss": lambda y, batch: (layers[0], data)})
+    assert len(found) < 40_000
+
+
+def test_what_other_threads_count_is_no_matter():
+    beats, is_done = [0], threading.Event()
+
+    def beat():
+        while not is_done.wait(0.0005):
+            beats[0] += 1
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        model = Step(lambda model, value: value if beats else 0)
+        capture(model, torch.optim.SGD(model.parameters()), X)
+    finally:
+        is_done.set()
+        thread.join()
 
 
 def outside_step(loss_of):

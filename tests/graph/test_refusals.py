@@ -4,6 +4,7 @@ import math
 import random
 import re
 import secrets
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,6 +69,10 @@ def draws_from_the_system(weight, x):
     return weight.sum() * (1 if random.SystemRandom().random() < 2 else 2)  # refused
 
 
+def makes_a_generator(weight, x):
+    return weight.sum() * (1 if random.Random().random() < 2 else 2)  # refused
+
+
 def draws_a_secret(weight, x):
     return weight.sum() * (1 if secrets.randbelow(3) < 5 else 2)  # refused
 
@@ -85,6 +90,7 @@ BIG = torch.ones(20_000, 4)
         *(branches, takes_an_item, selects_by_mask, finds_nonzeros),
         *(uses_a_big_constant, changes_storage, uses_a_generator),
         *(draws_with_python, draws_with_numpy, draws_from_the_system, draws_a_secret),
+        makes_a_generator,
     ],
 )
 def test_the_line_is_named(forward):
@@ -400,9 +406,28 @@ def test_hooks_on_the_accumulation_of_gradients_are_refused(register):
 def test_a_batch_in_the_memory_of_a_parameter_is_refused():
     model = Step(total)
     batch = model.weight.detach()
-    with pytest.raises(CaptureError, match="batch lies in the memory of a parameter"):
+    with pytest.raises(CaptureError, match=r"batch lies in the memory of 'model\.weight'"):
         capture(model, torch.optim.SGD(model.parameters()), batch)
     capture(model, torch.optim.SGD(model.parameters()), batch.clone())
+
+
+def test_a_batch_beside_a_parameter_or_in_a_buffer_that_stays_is_none():
+    memory = torch.ones(8)
+    model = Step(total)
+    model.weight = nn.Parameter(memory[:4])
+    model.register_buffer("mean", torch.ones(4))
+    optimizer = torch.optim.SGD(model.parameters())
+    capture(model, optimizer, memory[4:])
+    capture(model, optimizer, model.mean)
+
+
+def draws_an_id(weight, x):
+    return weight.sum() if uuid.uuid4() else x.sum()
+
+
+def test_ids_are_no_random_numbers():
+    model = Step(draws_an_id)
+    capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
 
 
 def test_hooks_around_the_optimizer_are_refused():

@@ -24,8 +24,11 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 def count_node_hooks(parameter: torch.Tensor) -> int:
     """Return how many hooks of Python are on the node that accumulates a leaf's gradient."""
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    if parameter.is_inference():  # it has no gradient
+        return 0
     count = 0
+    with torch.inference_mode(False), torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)
         count += len(handle.hooks_dict_ref() or ()) - 1

@@ -67,12 +67,14 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
 
 
 def _has_other_order(tensor: torch.Tensor, view: TensorView) -> bool:
-    """Return whether the dimensions of an input are in another order in memory than captured, as
-    with `torch.channels_last`. Of integers, and of expanded tensors, order does not matter.
+    """Return whether the dimensions of images are in another order in memory than captured, as with
+    `torch.channels_last`, for which convolutions run other kernels. Of integers, and of expanded
+    tensors, order does not matter.
     """
     is_real = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     dims = [dim for dim, length in enumerate(view.shape) if length > 1]
-    if not is_real or any(0 in (tensor.stride(dim), view.stride[dim]) for dim in dims):
+    is_expanded = any(0 in (tensor.stride(dim), view.stride[dim]) for dim in dims)
+    if not is_real or len(view.shape) < 4 or is_expanded:
         return False
     orders = (sorted(dims, key=lambda dim: -each[dim]) for each in (tensor.stride(), view.stride))
     return next(orders) != next(orders)

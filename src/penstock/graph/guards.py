@@ -26,7 +26,6 @@ from penstock.graph.capturing.python_numbers import Number, find_numbers
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.step_graph import StepGraph
 
-_MAX_CHANGES = 2  # of a number without an effect, after which it is taken for a counter
 _REMEDY = "put it back before the step, or capture, plan and bind the step as it is now"
 
 
@@ -60,17 +59,21 @@ class Guards:
         self._parameters = [name for name, _ in parameters_in(roots)]
         self._check_captured_modes(graph)
         self._bound, self._objects = self._take_snapshot()
-        self._numbers = find_numbers(program.callables())
+        self._program = program
+        self._numbers = self._captured.numbers if self._captured is not None else []
+        self._numbers = list(self._numbers) or find_numbers(program.callables())
         self._changed: dict[int, Number] = {}  # by index, as they are now
-        self._num_changes = collections.Counter[int]()  # by index
+        self._num_changes = collections.Counter[int]()  # by holder
+        self._is_postponed = False
 
-    def check(self) -> bool:
+    def check(self) -> list[str]:
         """Compare the guards with the state now.
 
         Returns:
-            Whether Python numbers have changed, so that the program may be another one: it should
-            be compared with the graph before `accept_numbers`. Not for a number that has changed
-            often.
+            Names of Python numbers that have changed, with which the program may be another one. It
+            should be compared with the graph before `accept_numbers`, or they are returned again
+            after `postpone_numbers`. Of a holder whose numbers change often only each change is
+            returned whose count is a power of two.
 
         Raises:
             GraphFileError: The step would not be the one that was captured; nothing has moved.
@@ -97,10 +100,25 @@ class Guards:
 
     def accept_numbers(self) -> None:
         """Take the numbers as they were at the last check for those of the graph."""
-        for index, number in self._changed.items():
-            self._numbers[index] = number
-            self._num_changes[index] += 1
-        self._changed = {}
+        changed, self._changed, self._is_postponed = self._changed, {}, False
+        for index, now in changed.items():
+            number, self._numbers[index] = self._numbers[index], now
+            is_number = isinstance(now.value, bool | int | float) and not now.is_identity
+            if number.is_public and is_number:
+                warnings.warn(
+                    f"{number.name} is {now.value!r} and was {number.value!r} when the step was "
+                    "bound; planned steps go on with that, as Python numbers are part of the "
+                    "graph: keep it in a buffer, or capture the step again",
+                    stacklevel=stacklevel_of_user(),
+                )
+        if any(now.is_identity for now in changed.values()):  # what it holds has other numbers
+            self._numbers = find_numbers(self._program.callables())
+            if self._captured is not None:
+                self._captured.numbers = self._numbers  # keeps nothing that has been replaced
+
+    def postpone_numbers(self) -> None:
+        """Have the next check return the same numbers."""
+        self._changed, self._is_postponed = {}, True
 
     def _take_snapshot(self) -> tuple[_Snapshot, list[Any]]:
         """Return a snapshot, and its objects: no other object has their identity as they live."""
@@ -170,20 +188,18 @@ class Guards:
                     f"{name!r} {now} {words} and {then} when the step was captured; {_REMEDY}"
                 )
 
-    def _look_at_numbers(self) -> bool:
-        """Return whether one has changed of those that seldom do; warn of modules' attributes."""
-        changed = (index for index, each in enumerate(self._numbers) if each.has_changed())
+    def _look_at_numbers(self) -> list[str]:
+        changed = [index for index, each in enumerate(self._numbers) if each.has_changed()]
         self._changed = {index: self._numbers[index].renew() for index in changed}
-        for index, now in self._changed.items():
-            number = self._numbers[index]
-            if number.is_public:
-                warnings.warn(
-                    f"{number.name} is {now.value!r} and was {number.value!r} when the step was "
-                    "bound; planned steps go on with that, as Python numbers are part of the "
-                    "graph: keep it in a buffer, or capture the step again",
-                    stacklevel=stacklevel_of_user(),
-                )
-        return any(self._num_changes[index] < _MAX_CHANGES for index in self._changed)
+        holders = {self._numbers[index].holder for index in changed}
+        if not self._is_postponed:
+            self._num_changes.update(holders)
+        counts = {each: self._num_changes[each] for each in holders}
+        return [
+            each.name
+            for each in self._changed.values()
+            if self._is_postponed or counts[each.holder] & (counts[each.holder] - 1) == 0
+        ]
 
 
 def _index_groups(snapshot: _Snapshot) -> list[list[int]]:

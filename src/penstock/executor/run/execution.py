@@ -212,7 +212,7 @@ class Execution:
                 "and its file are not here; bind the plan in this process"
             )
         self.state.reshard()
-        is_suspect = self._guards.check()
+        changed_numbers = self._guards.check()
         given = self._bind_batch(batch) | bind_group_tensors(self._graph, self._optimizer)
         numbers = bind_numbers(self._graph, self._optimizer)
         changed = self.state.copy_changes(self.drain)
@@ -229,9 +229,12 @@ class Execution:
             batch,
             self._seconds,
             self.drain,
-            is_suspect=is_suspect,
+            changed_numbers=changed_numbers,
         )
-        self._guards.accept_numbers()
+        if shadow.is_postponed:
+            self._guards.postpone_numbers()
+        else:
+            self._guards.accept_numbers()
         if self._debug is not None:
             self._debug.begin_step(self.state.iter_places(changed))
 

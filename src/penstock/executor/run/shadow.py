@@ -14,7 +14,7 @@ import operator
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ class Shadow:
         program: The user's program, without a batch.
         every: The distance of checked steps; None: the first two steps and then at distances that
             double, if memory allows; 0: none.
+
+    Attributes:
+        is_postponed: Whether changed numbers have not been checked, for lack of time.
     """
 
     def __init__(self, program: StepProgram, every: int | None) -> None:
@@ -60,6 +63,7 @@ class Shadow:
         self._num_begun = 0
         self._num_steps = 0
         self._num_captures = 0
+        self.is_postponed = False
         self._seconds = 0.0
         self._left_out = "shadow=0" if every == 0 else ""
 
@@ -72,13 +76,13 @@ class Shadow:
         step_seconds: float,
         drain: Callable[[], None],
         *,
-        is_suspect: bool = False,
+        changed_numbers: Sequence[str] = (),
     ) -> torch.Tensor | None:
         """Check a step that is about to begin, if its turn has come; `step_seconds` is the time of
         all steps so far.
 
-        If `is_suspect`, as after a change of the program's numbers, the program is captured again
-        whether or not it is the step's turn.
+        After a change of numbers of the program, by their names, it is captured again whether or
+        not it is the step's turn; where that has taken too much time, `is_postponed` is set.
 
         Returns:
             The loss of the program itself; None if it has not been called.
@@ -87,15 +91,29 @@ class Shadow:
             CaptureError: The program does not do what was captured.
         """
         number = self._num_begun + 1
-        is_due, is_suspect = self._is_due(number), is_suspect and self._every != 0
-        if not (is_due or is_suspect) or not self._can_check(graph):
+        is_due, is_suspect = self._is_due(number), bool(changed_numbers) and self._every != 0
+        self.is_postponed = False
+        if not (is_due or is_suspect):
+            return None
+        if not self._can_check(graph):
+            if is_suspect:
+                warnings.warn(
+                    f"{', '.join(changed_numbers[:3])} changed since the step was captured, and "
+                    f"planned steps go on as captured, without a check: {self._left_out}",
+                    stacklevel=stacklevel_of_user(),
+                )
+            return None
+        has_time = self._has_time(number, step_seconds)
+        self.is_postponed = is_suspect and not has_time and not self._may_exceed(number)
+        if not is_due and self.is_postponed:
             return None
         begin = time.perf_counter()
         program = self._program._replace(batch=batch, accumulate=graph.captured.accumulate)
         try:
-            with _enable_autocast(graph):
-                if is_suspect or self._has_time(number, step_seconds):
+            with torch.inference_mode(False), _enable_autocast(graph):
+                if (is_due and has_time) or (is_suspect and not self.is_postponed):
                     self._capture_again(graph, program)
+                    self.is_postponed = False
                 if (
                     not is_due
                     or not self._has_room(graph, plan)
@@ -159,6 +177,12 @@ class Shadow:
         before.
         """
         return number == 2 or (number > 2 and self._seconds <= _CAPTURE_SHARE * step_seconds)
+
+    def _may_exceed(self, number: int) -> bool:
+        """Return whether the program may be called once more, whatever that takes: twice between
+        steps whose numbers are powers of two.
+        """
+        return self._num_captures < 2 * number.bit_length()
 
     def _capture_again(self, graph: StepGraph, program: StepProgram) -> None:
         like = lambda tensor, path: _copy_layout(graph, tensor, path)  # noqa: E731

@@ -14,7 +14,7 @@ from unittest import mock
 
 from torch import nn
 
-from penstock.compat.user_line import UserLine, user_line
+from penstock.compat.user_line import UserLine, is_user_file, user_line
 from penstock.errors import CaptureError
 
 SYSTEM = "the operating system's random numbers (random.SystemRandom, secrets, os.urandom)"
@@ -60,8 +60,10 @@ class ProgramLines:
                         noting = _note_first_call(function, key, self.draws)
                         stack.enter_context(mock.patch.object(module, name, noting))
             for module, name in ((os, "urandom"), (random, "_urandom")):
-                noting = _note_first_call(os.urandom, lambda *_: SYSTEM, self.draws)
+                noting = _note_first_call(os.urandom, _name_system, self.draws)
                 stack.enter_context(mock.patch.object(module, name, noting))
+            noting = _note_first_call(random.Random.seed, _name_seed, self.draws)
+            stack.enter_context(mock.patch.object(random.Random, "seed", noting))
             yield
 
 
@@ -74,11 +76,22 @@ def _note_first_call(
     def noting(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:
             place = key(*args, **kwargs)
-            if place not in lines:
+            if place is not None and place not in lines:
                 lines[place] = describe_line(user_line())
         return function(*args, **kwargs)
 
     return noting
+
+
+def _name_system(*_: object) -> str | None:
+    """Return the name of the system's random numbers; None for those of an id."""
+    return None if sys._getframe(2).f_globals.get("__name__") == "uuid" else SYSTEM
+
+
+def _name_seed(generator: object, seed: object = None, *_: object, **__: object) -> str | None:
+    """Return the same for a generator that the program makes without a seed, else None."""
+    frame = sys._getframe(3)  # below the generator's __init__
+    return SYSTEM if seed is None and is_user_file(frame.f_code.co_filename) else None
 
 
 def default_generators() -> Iterator[tuple[str, Any, object]]:

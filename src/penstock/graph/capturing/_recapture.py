@@ -8,7 +8,8 @@ compared operator by operator with the first record.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.encoding import CONSTANT
 from penstock.graph.step_graph import Phase
 
+_PAUSE_SECONDS = 0.01
 _MESSAGE = "called again, the program does something else"
 _REMEDY = (
     "planned steps would go on with what it was during the capture: keep what changes from step "
@@ -38,6 +40,7 @@ class CaptureRecord:
 
     Attributes:
         accumulate: The number of micro-batches; None if the batch is one.
+        numbers: What the program's variables held at the end of the capture.
         outside: Tensors that are neither the model's nor the batch's, by the names of the operators
             that make constants of them; planned steps read them anew.
     """
@@ -47,6 +50,7 @@ class CaptureRecord:
         self.has_loss = program.loss is not None
         self.has_before_step = program.before_step is not None
         self.is_sharded = is_sharded
+        self.numbers: list[Number] = []
         self.outside = dict(recorder.outside.by_name)
         self._forms = {name: _describe_form(each) for name, each in self.outside.items()}
         self._observed = list(recorder.outside.observed.values())
@@ -112,18 +116,32 @@ class CaptureRecord:
                 )
 
 
-def refuse_changed_numbers(numbers: list[Number]) -> None:
+def refuse_counting(numbers: list[Number], call_again: Callable[[], object]) -> None:
     """Raise if the program has changed one of the numbers that it can read.
+
+    A number that moves without a call, or not in each call, is another thread's.
+
+    Args:
+        numbers: Numbers as they were before a call.
+        call_again: Calls the program once more.
 
     Raises:
         CaptureError: It has; the message names the variable.
     """
-    for number in numbers:
+    changed = [each.renew() for each in numbers if not each.is_identity and each.has_changed()]
+    if not changed:
+        return
+    time.sleep(_PAUSE_SECONDS)
+    changed = [each for each in changed if not each.has_changed()]
+    if changed:
+        call_again()
+    for number in changed:
         if number.has_changed():
             raise CaptureError(
                 f"the step changes {number.name} ({number.place}), which planned steps would not, "
-                "as they do not run its Python: keep what changes from step to step in a buffer or "
-                "in a tensor of the batch, or change it between the steps"
+                "as they do not run its Python: count, keep times and show progress outside of the "
+                "step, and keep what it needs from step to step in a buffer or in a tensor of the "
+                "batch"
             )
 
 

@@ -36,9 +36,14 @@ from penstock.graph.capturing._model import (
 )
 from penstock.graph.capturing._optimizer import OptimizerCopy
 from penstock.graph.capturing._program_lines import ProgramLines
-from penstock.graph.capturing._recapture import CaptureRecord, refuse_changed_numbers
+from penstock.graph.capturing._recapture import CaptureRecord, refuse_counting
 from penstock.graph.capturing.fake_tensors import FakeTensors
-from penstock.graph.capturing.module_state import autocast_of, evaluation_modules, frozen_parameters
+from penstock.graph.capturing.module_state import (
+    ModuleSnapshot,
+    autocast_of,
+    evaluation_modules,
+    frozen_parameters,
+)
 from penstock.graph.capturing.python_numbers import find_numbers
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.capturing.step_program import (
@@ -125,7 +130,6 @@ def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepG
     mode = FakeTensorMode()
     device = find_device_type(root, batch)
     tracer = _Tracer(program, root, sharded, FakeTensors(mode, torch.device(device), local))
-    tracer.refuse_shared_memory()
     lines = ProgramLines()
     with isolate_capture(), refuse_other_draws(lines), lines.note(), mode:
         recorder, tensors = tracer.begin()
@@ -143,11 +147,9 @@ def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepG
             loss_view = recorder.storages.view(result)
             before.restore_tensors(recorder.is_constant)
             places.restore()
-            second, _ = tracer.begin()
             numbers = find_numbers(program.callables())
-            tracer.run_again(second, record)
-            before.restore_tensors(second.is_constant)
-            refuse_changed_numbers(numbers)
+            tracer.repeat(record, before)
+            refuse_counting(numbers, lambda: tracer.repeat(record, before))
         metadata = {
             "model": type(model).__qualname__,
             "optimizer": type(optimizer).__qualname__,
@@ -161,6 +163,8 @@ def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepG
             "full_masks": sorted(recorder.full_masks),
         }
         graph = build_graph(recorder, tensors | copy.tensors, loss_view, device, metadata)
+    record.numbers = find_numbers(program.callables())
+    tracer.refuse_shared_memory(graph)
     return dataclasses.replace(graph, captured=record)
 
 
@@ -202,20 +206,27 @@ class _Tracer:
         held = (*root.parameters(), *root.buffers())
         self._replaced = [fakes.local.get(id(each), each) for each in held]
 
-    def refuse_shared_memory(self) -> None:
-        """Raise if a tensor of the batch lies in the memory of one of the model's.
+    def refuse_shared_memory(self, graph: StepGraph) -> None:
+        """Raise if a tensor of the batch lies in the memory of one that the step changes.
 
         Raises:
-            CaptureError: It does. Binding moves the model's, and the batch's would be left behind.
+            CaptureError: It does. Binding moves that one, and the batch's would be left behind.
         """
-        held = {_storage_key(each) for each in self._replaced} - {None}
-        for name, tensor in tensors_in(self._program.batch, "batch"):
-            if _storage_key(tensor) in held:
-                raise CaptureError(
-                    f"{name} lies in the memory of a parameter or a buffer, and would not follow "
-                    "it to where the plan has it: pass a copy (tensor.detach().clone()), or let "
-                    "the model read its parameter itself"
-                )
+        held = (*self._root.named_parameters(), *self._root.named_buffers())
+        batch = [
+            (path, _byte_range(each)) for path, each in tensors_in(self._program.batch, "batch")
+        ]
+        for name, tensor in held:
+            storage, memory = graph.storage(graph.tensors[name].value), _byte_range(tensor)
+            if storage.initial == storage.final:
+                continue
+            for path, other in batch:
+                if memory and other and memory[0] < other[1] and other[0] < memory[1]:
+                    raise CaptureError(
+                        f"{path} lies in the memory of {name!r}, which the step changes, and would "
+                        "not follow it to where the plan has it: pass a copy "
+                        "(tensor.detach().clone()), or let the model read its tensor itself"
+                    )
 
     def begin(self) -> tuple[Recorder, dict[str, TensorView]]:
         """Return a recorder with the tensors that a step begins with, and these by name."""
@@ -248,6 +259,12 @@ class _Tracer:
         fsdp = FsdpCapture(self._sharded, self.fakes, recorder)
         return self._fake_program.run(recorder, self._root, fsdp), fsdp
 
+    def repeat(self, record: CaptureRecord, before: ModuleSnapshot) -> None:
+        """Call the program as `run_again` does, and restore tensors and what is constant."""
+        recorder, _ = self.begin()
+        self.run_again(recorder, record)
+        before.restore_tensors(recorder.is_constant)
+
     def run_again(self, recorder: Recorder, record: CaptureRecord) -> None:
         """Call the program once more, and compare its operators with those of a capture."""
         to_gradients = record.has_before_step and self._program.before_step is None
@@ -255,9 +272,12 @@ class _Tracer:
             self.run(recorder)
 
 
-def _storage_key(tensor: torch.Tensor) -> int | None:
-    """Return what identifies the memory of a tensor; None where it has none of its own."""
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return where a tensor's memory begins and ends; None where it has none of its own."""
     try:
-        return tensor.untyped_storage()._cdata if tensor.numel() else None
+        begin = tensor.data_ptr()
     except (NotImplementedError, RuntimeError):  # a subclass, a sparse tensor
         return None
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((length - 1) * step for length, step in pairs) + 1
+    return (begin, begin + reach * tensor.element_size()) if begin and tensor.numel() else None

@@ -1,14 +1,17 @@
 """Python numbers that a step's program can read: constants of a graph, compared between steps.
 
-They are attributes of modules and of other objects, global variables, variables of enclosing
-functions, and items of the lists and dictionaries among these. Functions are not run to find them:
-the search follows closures, and the names that code reads.
+They are attributes of modules, of other objects and of classes, global variables, variables of
+enclosing functions, and items of the lists and dictionaries among these. Nothing of the program is
+run to find them: the search follows closures and the names that code reads, and reads instance
+dictionaries, slots and the items of built-in containers past what classes make of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import decimal
+import fractions
 import functools
 import itertools
 import operator
@@ -17,31 +20,40 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from penstock.compat.user_line import is_user_file
 
-_DEPTH = 5  # steps from the program to a variable
+_DEPTH = 8  # steps from the program, or from a module, to a variable
 _MAX_ITEMS = 256  # of a container that is looked into; those of vocabularies are data
+_MAX_NUMBERS = 4096  # beside those of modules: more are data
 _MAX_VISITS = 50_000
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_ATOMS += (fractions.Fraction, decimal.Decimal)
+_KEYS = (bool, int, float, str)  # that a name shows
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-_CONTAINERS = (list, tuple, dict, set, collections.deque)
-# Of an empty cell, and of an iterator of what has changed.
-_GONE = (AttributeError, IndexError, KeyError, ValueError, RuntimeError)
 _LIBRARIES = ("torch", "numpy", "penstock")
+_GONE = object()
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 # Of a module: its mode is a guard, and its modules are visited by themselves.
 _NO_ATTRIBUTES = vars(nn.Module()).keys() - _HOOKS
 
 
+class Identity(int):
+    """The identity of an object that is no number."""
+
+
 class Number(NamedTuple):
-    """A number or a string in a variable, as it was when it was found.
+    """A number or a string in a variable, or the identity of what else it held, when it was found.
 
     Attributes:
         name: The variable, as a program would write it.
         place: The function or object that has it.
         read: Returns what the variable holds now.
         value: What it held then.
+        holder: Identity of what has the variable: changes of one holder's are counted together.
         is_public: Whether it is an attribute of a module without an underscore.
     """
 
@@ -49,119 +61,175 @@ class Number(NamedTuple):
     place: str
     read: Callable[[], Any]
     value: Any
+    holder: int
     is_public: bool = False
 
-    def renew(self) -> Number:
-        """Return it with what the variable holds now; None where there is no variable any more."""
-        try:
-            return self._replace(value=self.read())
-        except _GONE:
-            return self._replace(read=lambda: None, value=None)
+    @property
+    def is_identity(self) -> bool:
+        """True if the variable held no number."""
+        return type(self.value) is Identity
 
     def has_changed(self) -> bool:
         """Return whether the variable holds something else now."""
-        try:
-            now = self.read()
-        except _GONE:
-            return True
+        now = self._read()
         if now is self.value:
             return False
-        return type(now) is not type(self.value) or repr(now) != repr(self.value)
+        if type(now) is not type(self.value):
+            return True
+        return not (now == self.value or repr(now) == repr(self.value))  # a NaN is unlike itself
+
+    def renew(self) -> Number:
+        """Return it with what the variable holds now."""
+        return self._replace(value=self._read())
+
+    def _read(self) -> Any:
+        try:
+            return _to_value(self.read())
+        except Exception:  # an empty cell, an iterator of what has changed, a deleted attribute
+            return _to_value(_GONE)
 
 
 def find_numbers(roots: Mapping[str, Any]) -> list[Number]:
     """Return the numbers that modules and functions can read, each once.
 
     Example:
-        >>> scale = 2.0
-        >>> [number.name for number in find_numbers({"loss": lambda y, batch: scale * y})]
-        []
+        >>> def loss(y, batch, *, state={"scale": 2.0}):
+        ...     return state["scale"] * y
+        >>> [each.name for each in find_numbers({"loss": loss}) if not each.is_identity]
+        ["len(loss's defaults['state'])", "loss's defaults['state']['scale']"]
 
     Args:
         roots: Modules, functions and other objects that can be called, by their names in messages.
     """
     search = _NumberSearch()
     for name, root in roots.items():
-        search.visit(root, name, name, _DEPTH)
+        search.add(root, name, name, _DEPTH)
+    search.run()
     return search.numbers
 
 
 class _NumberSearch:
     def __init__(self) -> None:
         self.numbers: list[Number] = []
+        self._num_others = 0  # beside those of modules
         self._seen: dict[int, Any] = {}  # by identity, and alive, so that no other one has it
+        self._classes: set[type] = set()
         self._found: set[tuple[int, Any]] = set()
+        self._queue: collections.deque[tuple[Any, str, str, int]] = collections.deque()
 
-    def visit(self, value: Any, name: str, place: str, depth: int) -> None:
-        """Look for numbers in a value that is none itself."""
-        if not depth or id(value) in self._seen or len(self._seen) > _MAX_VISITS:
+    def add(self, value: Any, name: str, place: str, depth: int) -> None:
+        """Have a value looked into that is no number itself."""
+        has_room = self._num_others < _MAX_NUMBERS or issubclass(type(value), nn.Module)
+        if depth and has_room and id(value) not in self._seen and len(self._seen) < _MAX_VISITS:
+            self._seen[id(value)] = value
+            self._queue.append((value, name, place, depth))
+
+    def run(self) -> None:
+        """Look into all values that were added, and into what they hold."""
+        while self._queue:
+            self._visit(*self._queue.popleft())
+
+    def _visit(self, value: Any, name: str, place: str, depth: int) -> None:
+        if self._num_others >= _MAX_NUMBERS and not issubclass(type(value), nn.Module):
             return
-        if isinstance(value, type | types.ModuleType):
-            return  # of these only what code names
-        self._seen[id(value)] = value
-        if isinstance(value, nn.Module):
+        kind = type(value)  # not `__class__`, which may be anything
+        if issubclass(kind, nn.Module):
             self._visit_module(value, name)
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(kind, type):
+            self._visit_class(value, name, depth)
+        elif issubclass(kind, types.FunctionType):
             if value.__module__ == "__main__" or is_user_file(value.__code__.co_filename):
                 self._visit_function(value, depth)
-        elif isinstance(value, types.MethodType):
-            self.visit(value.__self__, name, place, depth)
-            self.visit(value.__func__, name, place, depth)
-        elif isinstance(value, functools.partial):
+        elif issubclass(kind, types.MethodType):
+            self.add(value.__self__, name, place, depth)
+            self.add(value.__func__, name, place, depth)
+        elif issubclass(kind, functools.partial):
             for each in (value.func, value.args, value.keywords):
-                self.visit(each, name, place, depth)
-        elif isinstance(value, itertools.count):
-            self._add(value, None, name, place, functools.partial(repr, value))
-        elif hasattr(type(value), "__length_hint__"):  # an iterator of a list, a range
-            self._add(value, None, name, place, functools.partial(operator.length_hint, value))
-        elif isinstance(value, _CONTAINERS):
+                self.add(each, name, place, depth)
+        elif kind is itertools.count:
+            self._take(value, None, functools.partial(repr, value), name, place, 0)
+        elif kind.__module__ == "builtins" and hasattr(kind, "__length_hint__"):  # an iterator
+            self._take(value, None, functools.partial(operator.length_hint, value), name, place, 0)
+        elif issubclass(kind, np.ndarray):
+            if value.dtype != object and value.size <= _MAX_ITEMS:
+                self._take(
+                    value, None, functools.partial(np.ndarray.tobytes, value), name, place, 0
+                )
+        else:
             self._visit_container(value, name, place, depth)
-        elif isinstance(value, _NAMESPACES) or _is_of_user(type(value)):
-            self._visit_object(value, name, depth)
+            if issubclass(kind, _NAMESPACES) or _is_of_user(kind):
+                self._visit_object(value, name, depth)
 
     def _visit_module(self, root: nn.Module, name: str) -> None:
-        for path, module in root.named_modules(prefix=name):
+        for path, module in nn.Module.named_modules(root, prefix=name):
             self._seen[id(module)] = module
-            attributes = vars(module)
-            for key, each in list(attributes.items()):
-                if key not in _NO_ATTRIBUTES:
-                    read = functools.partial(dict.__getitem__, attributes, key)
-                    public = not key.startswith("_")
-                    self._take(attributes, key, read, f"{path}.{key}", path, _DEPTH, public)
-            self._visit_class(type(module), _DEPTH)
+            attributes = module.__dict__
+            read = functools.partial(dict.__len__, attributes)
+            self._take(attributes, len, read, f"len(vars({path}))", path, 0, of_module=True)
+            for key, value in list(attributes.items()):
+                if key in _HOOKS:
+                    read = functools.partial(dict.__len__, value)
+                    self._take(value, len, read, f"len({path}.{key})", path, 0, of_module=True)
+                    self.add(value, f"{path}.{key}", path, _DEPTH)
+                elif key not in _NO_ATTRIBUTES:
+                    read = functools.partial(dict.get, attributes, key, _GONE)
+                    self._take(attributes, key, read, f"{path}.{key}", path, _DEPTH, of_module=True)
+            self._visit_class(type(module), path, _DEPTH, of_module=True)
 
     def _visit_object(self, value: Any, name: str, depth: int) -> None:
         place = type(value).__qualname__
-        attributes = getattr(value, "__dict__", {})
-        for key in list(attributes):
-            read = functools.partial(dict.__getitem__, attributes, key)
-            self._take(attributes, key, read, f"{name}.{key}", place, depth)
+        try:
+            attributes = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            attributes = None
+        if type(attributes) is dict:
+            length = functools.partial(dict.__len__, attributes)
+            self._take(attributes, len, length, f"len(vars({name}))", place, 0)
+            for key in list(attributes):
+                read = functools.partial(dict.get, attributes, key, _GONE)
+                self._take(attributes, key, read, f"{name}.{key}", place, depth)
         for base in type(value).__mro__:
-            slots = vars(base).get("__slots__", ())
-            for key in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(value, key):
-                    read = functools.partial(getattr, value, key)
-                    self._take(value, key, read, f"{name}.{key}", place, depth)
-        self._visit_class(type(value), depth)
+            for key, member in list(vars(base).items()):
+                if type(member) is types.MemberDescriptorType and _is_of_user(base):  # a slot
+                    read = functools.partial(member.__get__, value)
+                    self._take(value, (base, key), read, f"{name}.{key}", place, depth)
+        self._visit_class(type(value), name, depth)
 
-    def _visit_class(self, kind: type, depth: int) -> None:
-        """Look into the functions of a class of the user's, and of those that it inherits from."""
+    def _visit_class(self, kind: type, name: str, depth: int, *, of_module: bool = False) -> None:
+        """Look at the numbers and functions of a class of the user's, and of its bases."""
         for base in kind.__mro__:
-            if id(base) not in self._seen and _is_of_user(base):
-                self._seen[id(base)] = base
-                for each in list(vars(base).values()):
-                    if isinstance(each, types.FunctionType):
-                        self.visit(each, each.__qualname__, each.__qualname__, depth - 1)
+            if base in self._classes or not _is_of_user(base):
+                continue
+            self._classes.add(base)
+            length, place = functools.partial(len, vars(base)), base.__qualname__
+            self._take(base, len, length, f"len(vars({place}))", place, 0, of_module=of_module)
+            for key, each in list(vars(base).items()):
+                function = each.fget if type(each) is property else getattr(each, "__func__", each)
+                if isinstance(function, types.FunctionType):
+                    self.add(function, f"{base.__qualname__}.{key}", name, depth - 1)
+                elif not key.startswith("__") and issubclass(type(each), _ATOMS):
+                    read = functools.partial(operator.getitem, vars(base), key)
+                    self._take(base, key, read, f"{place}.{key}", place, 0, of_module=of_module)
 
     def _visit_container(self, value: Any, name: str, place: str, depth: int) -> None:
-        if not isinstance(value, tuple):
-            self._add(value, None, f"len({name})", place, functools.partial(len, value))
-        if len(value) > _MAX_ITEMS or isinstance(value, set):
+        """Look at the items of a built-in container, past what a class makes of it."""
+        kind = type(value)
+        base = next((each for each in _CONTAINERS if issubclass(kind, each)), None)
+        if base is None:
             return
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, _ in list(pairs):
-            read = functools.partial(type(value).__getitem__, value, key)
-            self._take(value, key, read, f"{name}[{key!r}]", place, depth)
+        length = base.__len__(value)
+        if base is not tuple:
+            self._take(value, len, functools.partial(base.__len__, value), f"len({name})", place, 0)
+        if length > _MAX_ITEMS or issubclass(base, set | frozenset):
+            return
+        for key in list(dict.keys(value)) if base is dict else range(length):
+            if base is dict:
+                read = functools.partial(dict.get, value, key, _GONE)
+            else:
+                read = functools.partial(base.__getitem__, value, key)  # pyright: ignore
+            shown = repr(key) if type(key) in _KEYS else type(key).__name__
+            place_in = id(key) if base is dict else key
+            self._take(value, place_in, read, f"{name}[{shown}]", place, depth)
 
     def _visit_function(self, function: types.FunctionType, depth: int) -> None:
         code, place = function.__code__, function.__qualname__
@@ -170,25 +238,33 @@ class _NumberSearch:
             self._take(cell, None, read, name, place, depth)
         for each in (function.__defaults__, function.__kwdefaults__):
             if each:
-                self.visit(each, f"defaults of {place}", place, depth)
-        names = set(_names_in(code))
-        for name in names & function.__globals__.keys():
-            holder = function.__globals__
+                self.add(each, f"{place}'s defaults", place, depth)
+        names, holder = set(_names_in(code)), function.__globals__
+        for name in names & holder.keys():
             value = holder[name]
             if isinstance(value, type | types.ModuleType):
                 self._visit_namespace(value, names, name, depth)
             else:
-                read = functools.partial(dict.__getitem__, holder, name)
+                read = functools.partial(dict.get, holder, name, _GONE)
                 self._take(holder, name, read, name, place, depth)
 
     def _visit_namespace(self, value: Any, names: set[str], name: str, depth: int) -> None:
-        """Look at the attributes of a class or a module that code names."""
-        module = value if isinstance(value, types.ModuleType) else _module_of(value)
-        if not _is_module_of_user(module):
+        """Look into a class that code names, and at the attributes of a module that it names."""
+        if isinstance(value, type):
+            self._visit_class(value, name, depth)
+            return
+        if not _is_module_of_user(value):
             return
         for key in names & vars(value).keys():
-            if not isinstance(vars(value)[key], type | types.ModuleType):
-                read = functools.partial(getattr, value, key)
+            each = vars(value)[key]
+            if isinstance(each, type):
+                self._visit_class(each, f"{name}.{key}", depth)
+            elif isinstance(each, types.ModuleType):
+                if id(each) not in self._seen:
+                    self._seen[id(each)] = each
+                    self._visit_namespace(each, names, f"{name}.{key}", depth)
+            else:
+                read = functools.partial(dict.get, vars(value), key, _GONE)
                 self._take(value, key, read, f"{name}.{key}", name, depth)
 
     def _take(
@@ -199,30 +275,28 @@ class _NumberSearch:
         name: str,
         place: str,
         depth: int,
-        is_public: bool = False,
+        *,
+        of_module: bool = False,
     ) -> None:
-        """Add the number that a variable holds, or look into what else it holds."""
+        """Add what a variable holds, and look into it if it is no number."""
         try:
-            value = read()
-        except Exception:  # an empty cell, a property that raises
+            held = read()
+            value = _to_value(held)
+            if (id(holder), key) in self._found:
+                return
+            self._found.add((id(holder), key))
+        except Exception:  # an empty cell, a key whose hash raises
             return
-        if isinstance(value, bool | int | float | str):
-            self._add(holder, key, name, place, read, is_public)
-        else:
-            self.visit(value, name, place, depth - 1)
+        if of_module or self._num_others < _MAX_NUMBERS:
+            self._num_others += not of_module
+            is_public = of_module and isinstance(key, str) and key[0] != "_"
+            self.numbers.append(Number(name, place, read, value, id(holder), is_public))
+        if type(value) is Identity:
+            self.add(held, name, place, depth - 1)
 
-    def _add(
-        self,
-        holder: Any,
-        key: Any,
-        name: str,
-        place: str,
-        read: Callable[[], Any],
-        is_public: bool = False,
-    ) -> None:
-        if (id(holder), key) not in self._found:
-            self._found.add((id(holder), key))  # the number's `read` keeps the holder alive
-            self.numbers.append(Number(name, place, read, read(), is_public))
+
+def _to_value(held: Any) -> Any:
+    return held if issubclass(type(held), _ATOMS) else Identity(id(held))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -234,15 +308,13 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_of_user(kind: type) -> bool:
-    is_library = kind.__module__.partition(".")[0] in _LIBRARIES
-    return not is_library and _is_module_of_user(_module_of(kind))
+    name = kind.__module__
+    if not isinstance(name, str) or name.partition(".")[0] in _LIBRARIES:
+        return False
+    return _is_module_of_user(sys.modules.get(name))
 
 
 def _is_module_of_user(module: types.ModuleType | None) -> bool:
     if module is None or module.__name__ == "__main__":  # a notebook's has no file
         return module is not None
     return is_user_file(getattr(module, "__file__", None) or "<")
-
-
-def _module_of(kind: type) -> types.ModuleType | None:
-    return sys.modules.get(kind.__module__)

@@ -62,6 +62,8 @@ class TrainerLoss(nn.Module):
         super().__init__()
         self.model = model
         self.reads = ReadAttributes(trainer)
+        # Their numbers are compared, without those of the whole trainer.
+        self.functions = type(trainer).compute_loss, getattr(trainer, "compute_loss_func", None)
         self._is_scaled = is_scaled
         self.register_buffer("grad_norm", torch.zeros((), device=trainer.args.device))
 
