@@ -282,6 +282,12 @@ def half_frozen(model: Transformer) -> None:
         block.up.requires_grad_(False)  # pyright: ignore
 
 
+def with_gradients_in_float64() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = sharded()()
+    model.head.weight.grad_dtype = torch.float64
+    return model, optimizer
+
+
 def accumulated(store: Path) -> list[str]:
     """Micro-batches, each reduced by itself as FSDP2 does by default."""
     ends = []
@@ -494,6 +500,7 @@ def unlike(build: Build, **options: Any) -> Callable[[Path], list[str]]:
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+COMPUTED_IN_HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 TIGHT_HOST = {"share": 0.6, "tier": "host"}
 TIGHT_FILE = {"share": 0.6, "tier": "file"}
 CASES: dict[str, Callable[[Path], Any]] = {
@@ -517,6 +524,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "frozen": unlike(sharded(change=half_frozen)),
     "checkpoints": unlike(sharded(model_options={"recompute": True})),
     "bfloat16": unlike(sharded(mp_policy=HALF)),
+    "bfloat16, no reduce_dtype": unlike(sharded(mp_policy=COMPUTED_IN_HALF)),
     "evaluated": unlike(sharded(), between=evaluate, **TIGHT_FILE),
     "saved": unlike(sharded(), between=save, **TIGHT_FILE),
     "changed in place": unlike(sharded(fused), between=change_in_place, **TIGHT_HOST),
@@ -550,6 +558,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "refused: float16": refused(
         on_mesh((NUM_RANKS,), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     ),
+    "refused: grad_dtype": refused(with_gradients_in_float64),
     "refused: tensor parallel": refused(tensor_parallel),
     "refused: meta": refused(on_meta),
     "refused: unsynchronised": refused(unsynchronised),

@@ -20,7 +20,7 @@ TRAINED = {
     "clipping and accumulation": ["clipped", "clipped to the largest", "accumulated"],
     "ways to run": ["two shapes", "captured when bound", "operator by operator", "fitted"],
     "ways to give up": ["kept whole", "root given up", "several modules in one", "checkpoints"],
-    "kinds of parameters": ["tied", "frozen", "bfloat16"],
+    "kinds of parameters": ["tied", "frozen", "bfloat16", "bfloat16, no reduce_dtype"],
     "between steps": ["evaluated", "saved", "changed in place", "loaded"],
     "instead of steps": ["assigned", "eager steps", "eager fused steps"],
 }
@@ -29,6 +29,7 @@ MESSAGES = {
     "refused: columns": ("'words.weight'", "Shard(dim=1)", "by rows"),
     "refused: offloaded": ("'words.weight'", "CPUOffloadPolicy", "host_memory= or store="),
     "refused: float16": ("'words.weight'", "float16", "torch.bfloat16"),
+    "refused: grad_dtype": ("'head.weight'", "torch.float64", "reduce_dtype="),
     "refused: tensor parallel": ("'head.weight'", "(Replicate(),)", "use fully_shard"),
     "refused: meta": ("'words.weight'", "meta device", "to_empty"),
     "refused: unsynchronised": ("'words.weight'", "set_requires_gradient_sync", "accumulate="),

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from penstock.compat.fsdp import reduce_dtype_of
 from penstock.errors import CaptureError
 from penstock.graph.capturing.fake_tensors import FakeTensors
 from penstock.graph.capturing.recorder import Draft, Recorder
@@ -91,8 +92,7 @@ class _GatherShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), whole = grads, ctx.whole
-        if whole.owner.reduce_dtype is not None:
-            grad = grad.to(whole.owner.reduce_dtype)
+        grad = grad.to(reduce_dtype_of(whole.owner) or grad.dtype)
         num_elements = whole.group.num_ranks * ctx.num_padded
         if num_elements == grad.numel():
             full = grad.contiguous().view(-1)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.compat.fsdp import parameter_groups_of, precision_of
 from penstock.errors import CaptureError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -125,7 +126,7 @@ class ShardedModel:
         self.groups = [
             ShardGroup(state, owner, tuple(_shards_of(owner, names)))
             for state in states
-            for owner in _groups_of(state)
+            for owner in parameter_groups_of(state)
         ]
         for group in self.groups:
             _check_group(group)
@@ -180,13 +181,6 @@ def _states_in(root: nn.Module) -> list[Any]:
     )
 
 
-def _groups_of(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12 there may be several
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
 def _shards_of(owner: Any, names: Mapping[int, str]) -> Iterator[Shard]:
     for each in owner.fsdp_params:
         module = names.get(id(each._module_info.module), "")
@@ -198,16 +192,13 @@ def _check_group(group: ShardGroup) -> None:
     for shard in group.shards:
         _check_shard(shard)
     owner, first = group.owner, group.shards[0].name if group.shards else ""
-    policy = owner.mp_policy
+    policies = [precision_of(owner, shard.owner) for shard in group.shards]
+    dtypes = {dtype for each in policies for dtype in (each.param_dtype, each.reduce_dtype)}
     for is_wrong, option, remedy in (
         (not owner.reduce_grads, "set_requires_gradient_sync(False)", "accumulate= of capture"),
         (owner.gradient_divide_factor is not None, "set_gradient_divide_factor", "a scaled loss"),
         (owner._all_reduce_hook is not None, "set_all_reduce_hook", "before_step= of capture"),
-        (
-            torch.float16 in (policy.param_dtype, policy.reduce_dtype),
-            "MixedPrecisionPolicy with float16",
-            "torch.bfloat16",
-        ),
+        (torch.float16 in dtypes, "MixedPrecisionPolicy with float16", "torch.bfloat16"),
     ):
         if is_wrong:
             raise CaptureError(
@@ -230,6 +221,11 @@ def _check_shard(shard: Shard) -> None:
         raise CaptureError(
             f"{described} with a CPUOffloadPolicy; leave that out, and plan with host_memory= or "
             "store= instead"
+        )
+    if parameter.grad_dtype is not parameter.dtype:
+        raise CaptureError(
+            f"{described} with the grad_dtype {parameter.grad_dtype}; leave that out, and reduce "
+            "gradients in another dtype with MixedPrecisionPolicy(reduce_dtype=...)"
         )
     local = local_of(parameter)
     if local.is_meta:
