@@ -62,8 +62,7 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
     backend = triton.compiler.make_backend(gpu)
     kernel = launch.kernel
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    bound, specialized, options = bind(*launch.arguments, **launch.constants, **options)
+    bound, specialized, options = bind(*launch.arguments, **launch.constants, **launch.options)
     # As triton.runtime.jit.JITFunction.run has it.
     signature = {name: kind for name, (kind, _) in zip(bound, specialized, strict=False)}
     values, hints = list(bound.values()), [hint for _, hint in specialized[: len(signature)]]

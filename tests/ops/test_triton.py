@@ -92,6 +92,15 @@ def test_kernels_compile_without_spills_or_atomics(dtype: torch.dtype, target: s
         assert not re.search(r"\b(atom|red)\.|atomic", text), name
 
 
+@needs_triton
+def test_products_are_added_in_one_rounding_whatever_tritons_default_is(monkeypatch):
+    from _kernel_resources import compile_launch
+
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    compiled = compile_launch(record_launches(FLOAT)[0], "sm_90")
+    assert "fma.rn.f32" in str(compiled.asm["ptx"])
+
+
 # ----------------------------------------------------------------------- a device
 
 

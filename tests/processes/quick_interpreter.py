@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import pytest
 from triton import language
 from triton.language import core
@@ -28,7 +29,9 @@ def quick_interpreter() -> Iterator[None]:
     """Have the interpreter take the functions of this module.
 
     Bounds of loops that are loaded work as well: NumPy 2.4 makes no int of an array of one number,
-    which is what such a bound is in the interpreter.
+    which is what such a bound is in the interpreter. So do masks of comparisons of scalars, which
+    the interpreter broadcasts as numbers of the type that was compared: Triton 3.9 takes no such
+    masks.
     """
     builder = interpreter.interpreter_builder
     # Sums, differences and products are compared with those of 64 bits, for an assertion that only
@@ -42,6 +45,7 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "_patch_attr", _patch_attribute)
         patch.setattr(interpreter, "_get_np_dtype", _keep_dtypes(interpreter._get_np_dtype))
         patch.setattr(interpreter.TensorHandle, "__init__", _init_handle)
+        patch.setattr(type(builder), "create_splat", _keep_booleans(type(builder).create_splat))
         patch.setattr(core.tensor, "__init__", _init_tensor)
         patch.setattr(core.dtype, "__eq__", _compare_itself(core.dtype.__eq__))
         patch.setattr(core.block_type, "__init__", _keep_shapes(core.block_type.__init__))
@@ -103,6 +107,18 @@ def _keep_dtypes(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return found[scalar.name]
 
     return find_once
+
+
+def _keep_booleans(splat: Callable[..., Any]) -> Callable[..., Any]:
+    """Broadcast scalars that are true or false as such."""
+
+    def splat_or_fill(self: Any, block: Any, scalar: Any) -> Any:
+        if scalar.data.dtype != np.bool_:
+            return splat(self, block, scalar)
+        data = np.full(block.shape, scalar.data.item())
+        return interpreter.TensorHandle(data, core.int1)
+
+    return splat_or_fill
 
 
 def _init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:

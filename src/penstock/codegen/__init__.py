@@ -11,6 +11,7 @@ from penstock.codegen._cache import CacheEntry, cache_entry
 from penstock.codegen._compiler import find_compiler
 from penstock.codegen._count import ByteCount, count_bytes
 from penstock.codegen._kernels import (
+    COMPILER_OPTIONS,
     KernelName,
     Run,
     TritonLaunch,
@@ -22,6 +23,7 @@ from penstock.codegen._load import load_library, load_module, load_optional_libr
 from penstock.codegen._structs import struct_type, to_struct
 
 __all__ = [
+    "COMPILER_OPTIONS",
     "IO_RING",
     "REALS",
     "THREADS",

@@ -16,7 +16,7 @@ def parameter_groups_of(state: Any) -> list[Any]:
 
 
 def precision_of(group: Any, parameter: Any) -> Any:
-    """Return the `MixedPrecisionPolicy` of a parameter: its own since torch 2.15, or its group's."""
+    """Return the `MixedPrecisionPolicy` of a parameter; before torch 2.15, of its group."""
     return parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy
 
 

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.codegen import COMPILER_OPTIONS
 from penstock.unified._row_index import resolve_index
 from penstock.unified.device import _kernels
 
@@ -173,6 +174,7 @@ def copy_rows(
             UNIT=tile.word_bytes if tile.is_narrow else 0,
             **{name.upper(): getattr(tile, name) for name in _TILE_CONSTANTS},
             num_warps=_NUM_WARPS,
+            **COMPILER_OPTIONS,
         )
 
 
@@ -197,6 +199,7 @@ def add_sorted_rows(
             ROW=row_length,
             COLUMNS=min(1024, _next_power_of_two(row_length)),
             num_warps=_NUM_WARPS,
+            **COMPILER_OPTIONS,
         )
 
 

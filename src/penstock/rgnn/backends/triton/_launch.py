@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.runtime._async_compile import FutureKernel
 
+from penstock.codegen import COMPILER_OPTIONS
 from penstock.rgnn.backends._invocation import read_rows
 from penstock.rgnn.backends.triton import _kernels, _tables
 from penstock.rgnn.backends.triton._body import (
@@ -58,16 +59,18 @@ class KernelLaunch:
         """Launch the kernel, unless there is nothing to do."""
         if 0 in self.grid:
             return
-        self.kernel[self.grid](*self.arguments, **self.constants, **self._options())
+        self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
 
     def compile(self) -> None:
         """Compile its kernel, or have it compiled where `compile_together` waits for it."""
         if 0 in self.grid:
             return
-        self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants, **self._options())
+        self.kernel.warmup(*self.arguments, grid=self.grid, **self.constants, **self.options)
 
-    def _options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **COMPILER_OPTIONS}
 
 
 def compile_together(walk: Callable[[Callable[[KernelLaunch], None]], object]) -> None:
