@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import re
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -72,12 +69,15 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
     attributes = {path: backend.parse_attr(get_iterable_path(hints, path)) for path in attributes}
     source = ASTSource(kernel, signature, constants, attributes)
     said, start = io.StringIO(), time.perf_counter()
-    with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=gpu, options=options)
-    seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        if gpu.backend == "cuda" and not said.getvalue():  # Triton's cache had it
+            knobs.compilation.always_compile = True
+            triton.compile(source, target=gpu, options=options)
     if gpu.backend == "cuda":
-        registers, spill_bytes = _of_nvidia(said.getvalue() or _assemble(compiled.asm))
+        registers, spill_bytes = _of_nvidia(said.getvalue())
     else:
         registers, spill_bytes = _of_amd(compiled.asm)
     metadata = compiled.metadata
@@ -94,19 +94,6 @@ def _of_nvidia(said: str) -> tuple[int, int]:
     """Registers and bytes spilled, as the assembler that Triton ships reports them."""
     spilled = [int(each) for each in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
     return int(_only(r"Used (\d+) registers", said)), max(spilled)
-
-
-def _assemble(asm: dict[str, Any]) -> str:
-    """The assembler's report on a kernel that Triton's cache had, so that it was not assembled."""
-    from triton import knobs
-
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "kernel.ptx")
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(asm["ptx"])
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", path]
-        command += ["-o", os.path.join(directory, "kernel.cubin")]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def _of_amd(asm: dict[str, Any]) -> tuple[int, int]:
