@@ -97,11 +97,13 @@ def _of_nvidia(said: str) -> tuple[int, int]:
 
 
 def _of_amd(asm: dict[str, Any]) -> tuple[int, int]:
-    """Registers and bytes spilled, as the assembly says of itself."""
+    """Registers and bytes spilled to memory, as the assembly says of itself.
+
+    Scalar registers may be spilled to lanes of vector registers, which is no memory.
+    """
     text = asm["amdgcn"]
-    spilled = int(_only(r"\.vgpr_spill_count: +(\d+)", text))
-    spilled += int(_only(r"\.sgpr_spill_count: +(\d+)", text))
-    return int(_only(r"\.vgpr_count: +(\d+)", text)), 4 * spilled
+    num_bytes = int(_only(r"\.private_segment_fixed_size: +(\d+)", text))
+    return int(_only(r"\.vgpr_count: +(\d+)", text)), num_bytes
 
 
 def _only(pattern: str, text: str) -> str:

@@ -12,7 +12,13 @@ import torch
 
 from attention_cases import blocks, causal, documents, operands, relative_error, tree
 from penstock.attention import Layout, _torch, blocksparse, blocksparse_report
-from triton_tests import compile_well, needs_triton, run_interpreted, run_without
+from triton_tests import (
+    compile_well,
+    is_triton_since,
+    needs_triton,
+    run_interpreted,
+    run_without,
+)
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -99,7 +105,11 @@ def test_kernels_compile_without_spills_or_atomics(dims, block, dtype, target):
     assert names == ["attend_queries", "differentiate_queries", "differentiate_keys"]
     for launch, name in zip(launches, names, strict=True):
         stages = launch.num_stages if target == "sm_90" else 1
-        text, _ = compile_well(dataclasses.replace(launch, num_stages=stages), target)
+        # Triton 3.9 needs two registers more than there are, one of its 255 more than Triton 3.6.
+        is_tight = (name, dims, target) == ("attend_queries", (256, 256), "sm_90")
+        max_spill_bytes = 8 if is_tight and dtype == BRAIN and is_triton_since(3, 9) else 0
+        launch = dataclasses.replace(launch, num_stages=stages)
+        text, _ = compile_well(launch, target, max_spill_bytes=max_spill_bytes)
         assert dtype == FLOAT or re.search(r"wgmma|mma\.sync|mfma", text), name
         assert target != "sm_90" or "cp.async" in text, name
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,11 @@ SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton, which comes with CUDA"
 )
+
+
+def is_triton_since(major: int, minor: int) -> bool:
+    """Return whether Triton is of this version or a later one."""
+    return tuple(map(int, version("triton").split(".")[:2])) >= (major, minor)
 
 
 def run_interpreted(path: Path, *, at_least: int) -> None:
@@ -57,12 +63,13 @@ def run_without(module: str, code: str) -> None:
     assert done.returncode == 0
 
 
-def compile_well(launch: Any, target: str) -> tuple[str, Resources]:
+def compile_well(launch: Any, target: str, *, max_spill_bytes: int = 0) -> tuple[str, Resources]:
     """Compile a launch for a GPU: the assembly neither spills nor has atomics.
 
     Args:
         launch: Its kernel must not be interpreted.
         target: A key of `SHARED_BYTES`.
+        max_spill_bytes: Spills of each thread that pass.
 
     Returns:
         The assembly, and what it takes of a processor.
@@ -71,7 +78,7 @@ def compile_well(launch: Any, target: str) -> tuple[str, Resources]:
 
     compiled, name = compile_launch(launch, target), launch.kernel.__name__
     resources = compiled.resources
-    assert resources.spill_bytes == 0, (name, resources)
+    assert resources.spill_bytes <= max_spill_bytes, (name, resources)
     assert resources.shared_bytes <= SHARED_BYTES[target], (name, resources)
     text = str(compiled.asm.get("ptx", compiled.asm.get("amdgcn")))
     assert not re.search(r"\b(atom|red)\.|atomic", text), name
