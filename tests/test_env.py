@@ -81,29 +81,38 @@ def test_a_torch_that_does_not_import(source: str, expected: str, tmp_path: Path
     assert "compiler" in checks  # and it went on
 
 
-def test_an_old_torch(tmp_path: Path):
-    questions = (
-        "__version__ = '2.4.1+cu121'\nclass cuda:\n    is_available = lambda: False\n"
-        "    device_count = lambda: 0\nclass version:\n    cuda = '12.1'\n"
+def torch_of(version: str, cuda: str | None = None) -> str:
+    return (
+        f"__version__ = {version!r}\nclass cuda:\n    is_available = lambda: False\n"
+        f"    device_count = lambda: 0\nclass version:\n    cuda = {cuda!r}\n"
         "def get_num_threads():\n    return 2\n"
     )
-    checks = ask(modules=fake_torch(tmp_path, questions))
+
+
+def test_an_old_torch(tmp_path: Path):
+    checks = ask(modules=fake_torch(tmp_path, torch_of("2.4.1+cu121", "12.1")))
     assert checks["torch"]["status"] == "broken"
     assert "2.11" in checks["torch"]["remedy"]
     assert checks["gpu"]["status"] == "note"
 
 
 def test_a_torch_that_is_newer_than_the_tests_and_lacks_what_penstock_uses(tmp_path: Path):
-    questions = (
-        "__version__ = '2.99.0+cu130'\nclass cuda:\n    is_available = lambda: False\n"
-        "    device_count = lambda: 0\nclass version:\n    cuda = None\n"
-        "def get_num_threads():\n    return 2\n"
-    )
-    checks = ask(modules=fake_torch(tmp_path, questions))
+    checks = ask(modules=fake_torch(tmp_path, torch_of("2.99.0+cu130")))
     assert checks["torch"]["status"] == "note"
     assert "`make test TORCH=2.99.0`" in checks["torch"]["remedy"]
     assert checks["torch internals"]["status"] == "broken"
     assert "2.99.0+cu130 has no torch." in checks["torch internals"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("version", "fault"), [("2.11.0", "shards lie in turns"), ("2.14.1", "fork"), ("2.13.0", "")]
+)
+def test_faults_of_a_tested_torch_are_said(version: str, fault: str, tmp_path: Path):
+    checks = ask(modules=fake_torch(tmp_path, torch_of(version)))
+    assert checks["torch"]["status"] == "ok"
+    found = checks.get("torch faults")
+    assert (found is None) == (not fault)
+    assert found is None or (fault in found["value"] and found["status"] == "note")
 
 
 def test_a_compiler_that_is_none(monkeypatch: pytest.MonkeyPatch):

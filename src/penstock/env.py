@@ -41,7 +41,18 @@ _OPTIONAL = {
 _VARIABLE_PREFIXES = ("PENSTOCK_", "MALLOC_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "CUDA_")
 _VARIABLES = ("CXX", "LD_PRELOAD", "XDG_CACHE_HOME")
 
-_NEWEST_TESTED_TORCH = (2, 13)
+_NEWEST_TESTED_TORCH = (2, 15)
+_FAULTS_OF_TORCH = {
+    (2, 11): (
+        "planned steps of slice_scatter, select_scatter, diagonal_scatter and view_copy on "
+        "transposed tensors end in an error of torch's",
+        "linalg.vander is equal to rounding only",
+        "checkpoints of partitions whose shards lie in turns are refused",
+        "the fork of a process that has captured a step cannot differentiate",
+    ),
+    (2, 14): ("the fork of a process that has trained crashes",),
+}
+"""Faults of torch itself, by release; 2.13 has none of them."""
 _INTERNALS = {
     "torch._C._current_graph_task_id": "penstock.offload",
     "torch._C._AutoDispatchBelowAutograd": "penstock.capture",
@@ -156,6 +167,8 @@ def _check_torch() -> Iterator[Finding]:
         remedy = f"Penstock is tested with {tested}; `make test TORCH={release}` tells."
     value = f"{answers['version']}, {answers['threads']} threads"
     yield Finding("torch", status, value, remedy)
+    for fault in _FAULTS_OF_TORCH.get(version, ()):
+        yield Finding("torch faults", "note", f"in {release} {fault}", "Torch 2.13 is without it.")
     for name in () if old else answers["lacks"]:
         yield Finding(
             "torch internals",
