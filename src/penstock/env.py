@@ -42,7 +42,7 @@ _VARIABLE_PREFIXES = ("PENSTOCK_", "MALLOC_", "OMP_", "MKL_", "PYTORCH_", "TORCH
 _VARIABLES = ("CXX", "LD_PRELOAD", "XDG_CACHE_HOME")
 
 _NEWEST_TESTED_TORCH = (2, 15)
-_FAULTS_OF_TORCH = {
+_FAULTS_OF_TORCH: dict[tuple[int, ...], tuple[str, ...]] = {
     (2, 11): (
         "planned steps of slice_scatter, select_scatter, diagonal_scatter and view_copy on "
         "transposed tensors end in an error of torch's",
@@ -167,8 +167,8 @@ def _check_torch() -> Iterator[Finding]:
         remedy = f"Penstock is tested with {tested}; `make test TORCH={release}` tells."
     value = f"{answers['version']}, {answers['threads']} threads"
     yield Finding("torch", status, value, remedy)
-    for fault in _FAULTS_OF_TORCH.get(version, ()):
-        yield Finding("torch faults", "note", f"in {release} {fault}", "Torch 2.13 is without it.")
+    if faults := _FAULTS_OF_TORCH.get(version):
+        yield Finding("torch faults", "note", "; ".join(faults), "Torch 2.13 has none of these.")
     for name in () if old else answers["lacks"]:
         yield Finding(
             "torch internals",
