@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.compat.fake_tensors import FakeTensorMode
+from penstock.compat.fake_tensors import FakeTensor, FakeTensorMode
 from penstock.errors import CaptureError
 from penstock.graph.batches import constants_in, is_full_mask, replace_tensors, tensors_in
 from penstock.graph.capturing._conditions import (
@@ -274,6 +274,8 @@ class _Tracer:
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Return where a tensor's memory begins and ends; None where it has none of its own."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return None
     try:
         begin = tensor.data_ptr()
     except (NotImplementedError, RuntimeError):  # a subclass, a sparse tensor
