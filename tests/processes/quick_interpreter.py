@@ -52,10 +52,13 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(
             core.block_type, "with_element_ty", _keep_types(core.block_type.with_element_ty)
         )
+        patch.setattr(core, "_unwrap_if_constexpr", _pass_tensors(core._unwrap_if_constexpr))
         semantic = interpreter.TritonSemantic
         patch.setattr(
             semantic, "broadcast_impl_value", _pass_equal_shapes(semantic.broadcast_impl_value)
         )
+        check = "binary_op_type_checking_impl"
+        patch.setattr(semantic, check, _keep_checks(getattr(semantic, check)))
         yield
 
 
@@ -149,6 +152,11 @@ def _compare_itself(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any],
     return lambda self, other: self is other or compare(self, other)
 
 
+def _pass_tensors(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Look only into what is no tensor."""
+    return lambda value: value if type(value) is core.tensor else unwrap(value)
+
+
 def _keep_shapes(make: Callable[..., None]) -> Callable[..., None]:
     """Check a shape, and write the name of its type, once for each type of elements."""
     kept: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
@@ -175,6 +183,55 @@ def _pass_equal_shapes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         return (first, second) if shapes[0] == shapes[1] else broadcast(self, first, second)
 
     return broadcast_unequal
+
+
+def _keep_checks(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Find the types of an operation once for those of its operands.
+
+    The block that is made of a number is kept, too: what is computed with it leaves it as it is.
+    """
+    types: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # None: the operand is as it was
+    numbers: dict[tuple[Any, ...], Any] = {}
+
+    def check_once(self: Any, lhs: Any, rhs: Any, *flags: bool, **others: bool) -> Any:
+        if type(lhs) is not core.tensor or others:
+            return check(self, lhs, rhs, *flags, **others)
+        if type(rhs) is core.tensor:
+            key = (lhs.type.name, rhs.type.name, flags)
+            if (wanted := types.get(key)) is None:
+                left, right = check(self, lhs, rhs, *flags)
+                types[key] = (
+                    None if left is lhs else left.type,
+                    None if right is rhs else right.type,
+                )
+                return left, right
+            lhs = lhs if wanted[0] is None else _convert(self, lhs, wanted[0])
+            return lhs, rhs if wanted[1] is None else _convert(self, rhs, wanted[1])
+        key = (lhs.type.name, type(rhs), rhs, flags)
+        if (kept := numbers.get(key)) is None:
+            found, kept = check(self, lhs, rhs, *flags)
+            if found is not lhs or rhs != rhs:
+                return found, kept
+            kept.handle.data.flags.writeable = False
+            numbers[key] = kept
+        return lhs, kept
+
+    return check_once
+
+
+def _convert(semantic: Any, operand: Any, wanted: Any) -> Any:
+    """Return an operand with the elements, then with the shape of a type."""
+    if operand.dtype is not wanted.scalar:
+        operand = semantic.cast(operand, wanted.scalar)
+        if operand.type.name == wanted.name:
+            return operand
+    data, shape = operand.handle.data, wanted.shape.values
+    if not operand.type.is_block():
+        block = np.empty(shape, interpreter._get_np_dtype(operand.handle.dtype))
+        block.fill(data.item())
+    else:
+        block = np.broadcast_to(data, shape)
+    return semantic.tensor(interpreter.TensorHandle(block, operand.handle.dtype), wanted)
 
 
 def _keep_types(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
