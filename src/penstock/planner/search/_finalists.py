@@ -47,6 +47,8 @@ _NUM_SURVEYED, _SHARE_OF_UNTRIED, _MAX_FAILURES = 6, 0.15, 1000
 _PRIORITY_SHARE = 0.3  # of the time for priorities; the rest is for places one by one
 # Offsets that are placed anew, so many at once; the next ones where one has not become better.
 _NUM_PLACED, _NUM_PLACED_AT_ONCE, _MAX_PLACE_FAILURES = 5, 2, 600
+# Few intervals have few other offsets: the most failures for each interval.
+_FAILURES_OF_INTERVAL, _PLACE_FAILURES_OF_INTERVAL = 20, 10
 
 
 def offsets_of_fastest(
@@ -214,6 +216,11 @@ class PrioritySearch:
         """Seconds of a step for which bytes alone are counted."""
         return self._choice.seconds
 
+    @property
+    def num_intervals(self) -> int:
+        """Number of intervals that have an offset."""
+        return len(self._intervals)
+
     def try_priorities(self) -> Addressed | None:
         """Try the next priorities; return what they give if that is faster than all before."""
         choice, intervals, random = self._choice, self._intervals, self._random
@@ -273,7 +280,8 @@ def improve_offsets(
     longest = 0.0  # the longest time of a try
     while places and (now := time.monotonic()) + longest < deadline:
         search = _choose_fast(places, random)
-        if not search.try_places() and search.failures >= _MAX_PLACE_FAILURES:
+        most = min(_MAX_PLACE_FAILURES, _PLACE_FAILURES_OF_INTERVAL * search.num_intervals)
+        if not search.try_places() and search.failures >= most:
             places = [each for each in places if each is not search] + waiting[:1]
             waiting = waiting[1:]
         best = min(best, search.best, key=lambda one: one[0].seconds)
@@ -295,7 +303,8 @@ def _improve_priorities(
     best_of: dict[PrioritySearch, Addressed] = {}
     untried = _searches(choices, arena, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
-    while failures < _MAX_FAILURES and (now := time.monotonic()) + longest < deadline:
+    most = _MAX_FAILURES
+    while failures < most and (now := time.monotonic()) + longest < deadline:
         search = None
         if len(tried) < _NUM_SURVEYED or random.random() < _SHARE_OF_UNTRIED:
             search = next(
@@ -308,6 +317,7 @@ def _improve_priorities(
             if not tried:
                 break
             search = _choose_fast(tried, random)
+        most = min(_MAX_FAILURES, _FAILURES_OF_INTERVAL * search.num_intervals)
         found = search.try_priorities()
         if found is not None:
             best_of[search] = found

@@ -62,6 +62,11 @@ class PlaceSearch:
         """Seconds of a step for which bytes alone are counted."""
         return self._step_seconds + self.best[0].interference_seconds
 
+    @property
+    def num_intervals(self) -> int:
+        """Number of intervals that may be placed anew."""
+        return int(self._is_movable.sum())
+
     def _stalls(self, starts: np.ndarray) -> np.ndarray:
         """Return per position the seconds between the end of the operator before and its start."""
         sequence = self._sequence
