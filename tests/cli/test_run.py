@@ -162,6 +162,7 @@ def test_probe_as_table_and_as_json(store: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PENSTOCK_STORE", str(store))
     monkeypatch.setattr(_probe, "_LINK_SECONDS", 0.0)  # as few runs as there may be
     monkeypatch.setattr(_probe, "_CACHE_RUN_BYTES", 2**22)
+    monkeypatch.setattr(_probe, "measure_pages", dict)
     result = CliRunner().invoke(cli.app, ["probe", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["links"]

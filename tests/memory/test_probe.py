@@ -1,6 +1,7 @@
 """`probe` measures what is there, keeps it, and works where it cannot keep it."""
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -34,6 +35,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_probe, "_VECTOR_BYTES", {"cpu": 2**16, "cuda": 2**16})
     monkeypatch.setattr(_probe, "_REQUEST_BYTES", 2**20)
     monkeypatch.setattr(_probe, "_CACHE_RUN_BYTES", 2**20)
+    monkeypatch.setattr(_probe, "_BOTH_WAYS_SECONDS", 0.01)
+    pages = functools.partial(_probe.measure_pages, num_runs=2, num_bytes=2**22)
+    monkeypatch.setattr(_probe, "measure_pages", pages)
 
 
 @pytest.fixture(autouse=True)
