@@ -11,9 +11,10 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 # Workers share the processors: threads that wait for theirs in a loop take them from the others.
@@ -58,6 +59,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 REPOSITORY = Path(__file__).resolve().parent.parent
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 MANY_OBJECTS = 20_000
+TESTS_TO_LOOK = 8  # for many objects, which takes a millisecond
 SECONDS_TO_END = 5.0  # how long worker threads may take to notice that their owner is gone
 
 
@@ -123,9 +125,31 @@ def _seeds() -> None:
     if (torch := sys.modules.get("torch")) is None:
         return
     torch.default_generator.manual_seed(0)
-    # Where CUDA is not there, `torch.manual_seed` writes down the stack for it, three times.
+    if not _seed_devices:
+        _seed_devices.append(_find_seed_devices(torch))
+    _seed_devices[0](0)
+
+
+_seed_devices: list[Callable[[int], object]] = []  # once torch is there
+
+
+def _find_seed_devices(torch: ModuleType) -> Callable[[int], object]:
+    """Return what seeds GPUs.
+
+    Where CUDA is not there, `torch.manual_seed` writes down the stack for it, and for two others
+    that are not there: a millisecond each, and nothing that a CPU does depends on it.
+    """
     if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(0)
+        return torch.cuda.manual_seed_all
+    for name in ("cuda", "xpu", "mtia"):
+        module = getattr(torch, name, None)
+        if hasattr(module, "manual_seed_all"):
+            module.manual_seed_all = _seed_nothing
+    return _seed_nothing
+
+
+def _seed_nothing(seed: int) -> None:
+    """Leave out a device that is not there."""
 
 
 @pytest.fixture
@@ -317,10 +341,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_num_ended = [0]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Do the same where a test has left much: libraries that it imported, and caches."""
-    if len(gc.get_objects()) > MANY_OBJECTS:
+    """Do the same where tests have left much: libraries that they imported, and caches."""
+    _num_ended[0] += 1
+    if _num_ended[0] % TESTS_TO_LOOK == 0 and len(gc.get_objects()) > MANY_OBJECTS:
         gc.collect()
         gc.freeze()
 
