@@ -1,5 +1,6 @@
 """What every test shares: a store on a real disk, fixed seeds, a watch on what is left behind."""
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -179,6 +180,32 @@ def quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
     for module in (common_utils, core):
         monkeypatch.setattr(module, "extract_test_fn", lambda: None)
+
+
+@pytest.fixture
+def quick_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few small runs, for tests that are not about how well a machine is measured."""
+    from penstock.memory import _probe
+
+    monkeypatch.setattr(_probe, "_LINK_SECONDS", 0.0)
+    monkeypatch.setattr(_probe, "_RUN_SECONDS", 0.0)  # as on a slow disk
+    monkeypatch.setattr(_probe, "_BOTH_WAYS_SECONDS", 0.01)
+    monkeypatch.setattr(_probe, "_MEMCPY_BYTES", 2**20)
+    monkeypatch.setattr(_probe, "_MATRIX_ROWS", {"cpu": 64, "cuda": 64})
+    monkeypatch.setattr(_probe, "_VECTOR_BYTES", {"cpu": 2**16, "cuda": 2**16})
+    monkeypatch.setattr(_probe, "_REQUEST_BYTES", 2**20)
+    monkeypatch.setattr(_probe, "_CACHE_RUN_BYTES", 2**20)
+    pages = functools.partial(_probe.measure_pages, num_runs=2, num_bytes=2**22)
+    monkeypatch.setattr(_probe, "measure_pages", pages)
+
+
+@pytest.fixture
+def probed_store(store: Path, quick_probe: None) -> Path:
+    """A store with a profile that programs find, which would measure the machine for seconds."""
+    import penstock
+
+    penstock.probe(store)
+    return store
 
 
 @pytest.fixture(scope="session")

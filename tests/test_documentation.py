@@ -67,11 +67,11 @@ def test_the_readme_example_of_tables_runs(store):
         path.unlink()
 
 
-def test_the_readme_examples_of_planned_steps_run(store):
+def test_the_readme_examples_of_planned_steps_run(probed_store):
     (example,) = blocks("README.md", containing="penstock.capture(")
-    run(example, store)
+    run(example, probed_store)
     (example,) = blocks("README.md", containing="penstock.fit(")
-    said = run(example.replace('store="/mnt/nvme"', f"store={str(store)!r}"), store)
+    said = run(example.replace('store="/mnt/nvme"', f"store={str(probed_store)!r}"), probed_store)
     losses = [float(line) for line in said.splitlines()[:3]]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
 

@@ -22,7 +22,6 @@ import penstock
 from fork_servers import find_python
 from penstock import cli
 from penstock.cli import _run, _script
-from penstock.memory import _probe
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 OURS = re.compile(r"^penstock.*\n", re.MULTILINE)
@@ -157,12 +156,10 @@ def test_unknown_options_before_the_script_are_refused():
     assert result.exit_code == 2
 
 
+@pytest.mark.usefixtures("quick_probe")
 def test_probe_as_table_and_as_json(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PENSTOCK_STORE", str(store))
-    monkeypatch.setattr(_probe, "_LINK_SECONDS", 0.0)  # as few runs as there may be
-    monkeypatch.setattr(_probe, "_CACHE_RUN_BYTES", 2**22)
-    monkeypatch.setattr(_probe, "measure_pages", dict)
     result = CliRunner().invoke(cli.app, ["probe", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["links"]
@@ -316,13 +313,13 @@ print("weights", [parameter.double().sum().item() for parameter in model.paramet
 """
 
 
-def test_trainers_of_a_script_run_as_planned(store: Path, tmp_path: Path):
+def test_trainers_of_a_script_run_as_planned(probed_store: Path, tmp_path: Path):
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(TRAINER)
     plain = run_python("train.py", cwd=tmp_path, python=find_python("libraries"))
     planned = penstock_run(
-        "--plan", "--device-memory", "768KiB", "--store", store, "--time-limit", "1",
+        "--plan", "--device-memory", "768KiB", "--store", probed_store, "--time-limit", "1",
         "--report", "out.json", "train.py",
         cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
@@ -438,13 +435,13 @@ def test_a_script_comes_from_standard_input(tmp_path: Path, store: Path):
     assert outputs[0] == outputs[1] == "__main__ ['-', 'a'] '' <stdin>\n"
 
 
-def test_errors_of_planning_show_the_scripts_lines_alone(tmp_path: Path, store: Path):
+def test_errors_of_planning_show_the_scripts_lines_alone(tmp_path: Path, probed_store: Path):
     pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(TRAINER)
     done = penstock_run(
-        "--plan", "--device-memory", "64KiB", "--store", store, "--time-limit", "1", "train.py",
-        cwd=tmp_path, python=find_python("libraries"),
+        *("--plan", "--device-memory", "64KiB", "--store", probed_store, "--time-limit", "1"),
+        "train.py", cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
     assert done.returncode == 1
     assert "InfeasibleError: device_memory=64.00 KiB" in done.stderr

@@ -43,6 +43,7 @@ def test_training_in_less_memory_is_ordinary_training(tiers, store):
     assert differences(eagerly(CASE, OPTIMIZER, 3), found, "") == []
 
 
+@pytest.mark.usefixtures("quick_probe")
 def test_operators_are_measured_on_this_machine(store):
     model, stepper = trainee(CASES[CASE], OPTIMIZER)
     with fitted(model, stepper, machine=None, store=store) as step:

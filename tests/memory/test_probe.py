@@ -1,7 +1,6 @@
 """`probe` measures what is there, keeps it, and works where it cannot keep it."""
 
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -24,20 +23,7 @@ from penstock.memory import (
 )
 from penstock.memory import Link as L
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small and few runs: these tests are about what is measured, not about how well."""
-    monkeypatch.setattr(_probe, "_LINK_SECONDS", 0.0)
-    monkeypatch.setattr(_probe, "_RUN_SECONDS", 0.0)  # as on a slow disk
-    monkeypatch.setattr(_probe, "_MEMCPY_BYTES", 2**20)
-    monkeypatch.setattr(_probe, "_MATRIX_ROWS", {"cpu": 64, "cuda": 64})
-    monkeypatch.setattr(_probe, "_VECTOR_BYTES", {"cpu": 2**16, "cuda": 2**16})
-    monkeypatch.setattr(_probe, "_REQUEST_BYTES", 2**20)
-    monkeypatch.setattr(_probe, "_CACHE_RUN_BYTES", 2**20)
-    monkeypatch.setattr(_probe, "_BOTH_WAYS_SECONDS", 0.01)
-    pages = functools.partial(_probe.measure_pages, num_runs=2, num_bytes=2**22)
-    monkeypatch.setattr(_probe, "measure_pages", pages)
+pytestmark = pytest.mark.usefixtures("quick_probe")
 
 
 @pytest.fixture(autouse=True)
