@@ -48,7 +48,7 @@ _PRIORITY_SHARE = 0.3  # of the time for priorities; the rest is for places one 
 # Offsets that are placed anew, so many at once; the next ones where one has not become better.
 _NUM_PLACED, _NUM_PLACED_AT_ONCE, _MAX_PLACE_FAILURES = 5, 2, 600
 # Few intervals have few other offsets: the most failures for each interval.
-_FAILURES_OF_INTERVAL, _PLACE_FAILURES_OF_INTERVAL = 20, 10
+_FAILURES_OF_INTERVAL, _PLACE_FAILURES_OF_INTERVAL = 40, 20
 
 
 def offsets_of_fastest(
