@@ -286,7 +286,7 @@ def test_what_waits_for_an_address_gets_another_one(seed):
 
 def test_places_of_other_offsets_are_tried_where_the_first_are_not_improved(monkeypatch):
     class NeverBetter:
-        floor = 0.0
+        floor, num_intervals = 0.0, 100
 
         def __init__(self, best, *_):
             self.best, self.seconds, self.failures = best, best[0].seconds, 0
@@ -304,3 +304,7 @@ def test_places_of_other_offsets_are_tried_where_the_first_are_not_improved(monk
     best = improve_offsets(found[0], [], arena, deadline=time.monotonic() + 60, seed=0)
     assert best is found[0]
     assert [sum(one is each for one in tries) for each in found] == [600] * 5 + [0] * 3
+    tries.clear()
+    monkeypatch.setattr(NeverBetter, "num_intervals", 4)  # which have few other places
+    improve_offsets(found[0], [], arena, deadline=time.monotonic() + 60, seed=0)
+    assert [sum(one is each for one in tries) for each in found] == [80] * 5 + [0] * 3
