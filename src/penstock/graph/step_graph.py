@@ -52,10 +52,13 @@ class Kind(enum.StrEnum):
     GRADIENT = "gradient"
     SCALAR = "scalar"
 
-    @property
-    def persistent(self) -> bool:
-        """True if the next step begins with the value that this step ends with."""
-        return self in (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE)
+    persistent: bool
+    """True if the next step begins with the value that this step ends with."""
+
+    def __init__(self, value: str) -> None:
+        self.persistent = value in ("parameter", "buffer", "optimizer_state")
+
+    __hash__ = str.__hash__  # that of `Enum` is a call in Python
 
 
 class Phase(enum.StrEnum):
@@ -138,8 +141,9 @@ class Storage:
     @property
     def persistent(self) -> bool:
         """True if the next step begins with the value that this step ends with, on any tier."""
-        is_lasting_input = self.kind is Kind.INPUT and self.initial is not None
-        return self.kind.persistent or (is_lasting_input and self.initial == self.final)
+        if self.kind.persistent:
+            return True
+        return self.initial is not None and self.initial == self.final and self.kind is Kind.INPUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,8 @@ class Tier(enum.StrEnum):
     HOST = "host"
     FILE = "file"
 
+    __hash__ = str.__hash__  # that of `Enum` is a call in Python
+
 
 class Link(enum.StrEnum):
     """Direction in which bytes can move between two tiers.
@@ -54,15 +56,15 @@ class Link(enum.StrEnum):
     DEVICE_TO_FILE = "device->file"
     FILE_TO_DEVICE = "file->device"
 
-    @property
-    def source(self) -> Tier:
-        """The tier that the bytes come from."""
-        return Tier(self.value.partition("->")[0])
+    source: Tier
+    """The tier that the bytes come from."""
+    destination: Tier
+    """The tier that the bytes go to."""
 
-    @property
-    def destination(self) -> Tier:
-        """The tier that the bytes go to."""
-        return Tier(self.value.partition("->")[2])
+    def __init__(self, value: str) -> None:
+        self.source, self.destination = map(Tier, value.split("->"))
+
+    __hash__ = str.__hash__  # as of `Tier`
 
 
 # Typed as the strings that tiers and links are: an event carries either, or the name of a lane.
