@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 VARIABLE = "FORK_SERVERS_OF_TESTS"
 LIBRARIES = {
-    "torch": ["numpy", "torch"],
+    "torch": ["numpy", "torch", "torch._dynamo"],
     "libraries": [
         *("numpy", "torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"),
         *("accelerate", "transformers.trainer", "peft", "torch_geometric.loader"),
