@@ -69,7 +69,9 @@ def test_a_cap_holds_and_each_sample_comes_once(
     num_replicas=st.sampled_from([1, 1, 1, 2, 3, 8]),
     epoch=st.integers(0, 3),
 )
-def test_a_cap_holds_over_a_quarter_of_a_million_samples(seed, sigma, largest, room, num_replicas, epoch):
+def test_a_cap_holds_over_a_quarter_of_a_million_samples(
+    seed, sigma, largest, room, num_replicas, epoch
+):
     """200 epochs of 1250 samples; what a batch costs is added up here, over all ranks at once."""
     random = np.random.default_rng(seed)
     sizes = (largest * np.minimum(random.lognormal(-1, sigma, 1250), 1)).astype(np.int64)
