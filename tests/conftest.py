@@ -346,7 +346,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_worker and getattr(config.option, "numprocesses", None):
         rewritten_tests.rewrite_all(config, rewritten_tests.list_tests(config))
     if fork_servers.VARIABLE in os.environ:  # for processes that a test spawns
-        multiprocessing.set_executable(fork_servers.find_python("torch"))
+        multiprocessing.set_executable(fork_servers.find_python("dynamo"))
     if metadata.version("torch").startswith("2.11."):
         config.addinivalue_line(
             "filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning"

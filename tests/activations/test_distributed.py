@@ -35,7 +35,7 @@ def results(real_disk: Path) -> list[dict[str, Any]]:
         store.mkdir()
         source = str(Path(penstock.__file__).parent.parent)
         search = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        launch = [find_python("torch"), "-m", "torch.distributed.run", "--standalone"]
+        launch = [find_python("dynamo"), "-m", "torch.distributed.run", "--standalone"]
         ended = subprocess.run(
             [*launch, f"--nproc-per-node={NUM_RANKS}", str(WORKER), str(output), str(store)],
             env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"},

@@ -34,7 +34,7 @@ def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 12
     port = _free_port()
     ranks = [
         subprocess.Popen(
-            [find_python("torch"), *program, str(rank), str(port), *map(str, arguments)],
+            [find_python("dynamo"), *program, str(rank), str(port), *map(str, arguments)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,

@@ -280,7 +280,7 @@ print(json.dumps({"losses": losses, "state_bytes": state_bytes}))
 def in_a_process(arm, store, allowed, out):
     return subprocess.run(
         [
-            find_python("torch"),
+            find_python("dynamo"),
             "-c",
             textwrap.dedent(CHILD),
             arm,

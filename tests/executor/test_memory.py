@@ -135,7 +135,7 @@ def test_what_the_system_sees_of_a_step(share, tier, store):
     """Beyond arena and blocks, which are resident, a step takes its workspace, and some slack."""
     where = str(store) if tier == "file" else "host"
     done = subprocess.run(
-        [find_python("torch"), "-c", textwrap.dedent(CHILD), str(share), where],
+        [find_python("dynamo"), "-c", textwrap.dedent(CHILD), str(share), where],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         check=True,
         stdout=subprocess.PIPE,

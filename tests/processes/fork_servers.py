@@ -2,8 +2,9 @@
 
 Importing torch takes two seconds of a processor, Transformers and PEFT six, and the suite starts
 well over a hundred processes that need them. A test that is about what a program does, and not
-about what a fresh interpreter has imported, starts the fixture `torch_python` or
-`transformers_python` in place of `sys.executable`. Penstock itself is imported by each process.
+about what a fresh interpreter has imported, starts `find_python("torch")` in place of
+`sys.executable`; "dynamo" where it captures steps or is a rank, "libraries" for Transformers, PEFT
+and PyG. Penstock itself is imported by each process.
 Processes that `multiprocessing` spawns for a test are such programs, too (`pytest_configure`).
 """
 
@@ -19,7 +20,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 VARIABLE = "FORK_SERVERS_OF_TESTS"
 LIBRARIES = {
-    "torch": ["numpy", "torch", "torch._dynamo"],
+    "torch": ["numpy", "torch"],
+    "dynamo": ["numpy", "torch", "torch._dynamo"],  # and Triton, which does not interpret then
     "libraries": [
         *("numpy", "torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"),
         *("accelerate", "transformers.trainer", "peft", "torch_geometric.loader"),
