@@ -189,7 +189,7 @@ def test_the_same_seed_gives_the_same_plan():
 @pytest.mark.parametrize(("name", "most"), [("FlashAttention_Case0", 3584), ("Conv_Case0", 57408)])
 def test_published_programs_are_planned_at_or_below_the_best_published_traffic(name, most):
     graph = ScratchpadGraph.from_npu_json(DATA / f"{name}.json")
-    plan = scratchpad(graph, NPU_POOLS, time_limit=20)
+    plan = scratchpad(graph, NPU_POOLS, time_limit=4)  # it is below at 0.5 already
     check_scratchpad(graph, NPU_POOLS, plan)
     assert plan.spill_cost <= most
     assert contest_traffic(DATA / f"{name}.json", graph, plan) == plan.spill_cost
