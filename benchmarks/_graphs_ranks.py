@@ -37,7 +37,9 @@ MESSAGES = {
     "pagerank": ("pagerank",),
     "khop": ("halo ids again", "khop nodes", "khop lengths", "khop entries"),
 }
-NUM_SIDE, NUM_LINKS = 1000, 12  # of the graph of cases `memory`: nodes of a side, edges of each
+# Of the graph of cases `memory`: nodes of a side, edges of each; so many that holes in the heap, some 5 MB
+# in each process, are few beside them.
+NUM_SIDE, NUM_LINKS = 2000, 12
 PAGERANK_TOLERANCE, SEEDS, HOPS = 1e-6, 16, 2
 
 
@@ -59,7 +61,7 @@ def arms() -> dict[str, tuple[int, str]]:
 
 
 def make_lattice() -> tuple[Tensor, int]:
-    """Edges of a square whose nodes are joined to those near them: 12 for each of a million."""
+    """Edges of a square whose nodes are joined to those near them: 12 for each of four million."""
     generator = torch.Generator().manual_seed(0)
     num_nodes = NUM_SIDE**2
     source = torch.arange(num_nodes).repeat_interleave(NUM_LINKS)

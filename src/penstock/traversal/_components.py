@@ -42,7 +42,10 @@ def connected_components(graph: CSRGraph | RankGraph) -> Tensor:
         is_changed = _tell_owners(part, roots, least) | _ask_owners(part, roots, least)
         if not part.exchange.total(int(is_changed)):
             break
-    found = least.index_select(0, roots[:num_own]).long()
+    found = torch.empty(num_own, dtype=torch.int64)
+    for begin in range(0, num_own, part.block_entries):
+        end = min(begin + part.block_entries, num_own)
+        found[begin:end] = least.index_select(0, roots[begin:end])
     del roots, least
     trim_heap()
     return found

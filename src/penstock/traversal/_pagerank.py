@@ -53,7 +53,6 @@ def pagerank(
     part = as_rank_graph(graph)
     _check_numbers(damping, tol, max_iterations)
     iteration = _Iteration.of(part)
-    trim_heap()
     values = torch.full((part.num_own,), 1 / max(part.num_nodes, 1), dtype=torch.float64)
     change = 0.0
     for _ in range(max_iterations):
@@ -83,7 +82,7 @@ class _Iteration:
 
     part: RankGraph
     num_leaving: Tensor
-    """int32 of shape (num_own,)."""
+    """Integers of shape (num_own,), of 16 bits where these suffice."""
     known: Tensor
     """float64 of shape (num_own + num_halo,): what flows along each edge of a node, or to it."""
 
@@ -94,7 +93,7 @@ class _Iteration:
             leaving = torch.zeros(part.num_own, dtype=torch.int32)
             for begin, end in part.split_own():
                 leaving[begin:end] = part.read_own(begin, end)[0]
-            return cls(part, leaving, cls._make_known(part))
+            return cls._make(part, leaving)
         counts = torch.zeros(part.num_own + part.num_halo, dtype=torch.int32)
         for begin, end in part.split_own():
             entries = part.read_own(begin, end)[1]
@@ -102,11 +101,16 @@ class _Iteration:
         leaving = counts[: part.num_own].clone()
         part.push_halo(counts[part.num_own :], leaving, "degrees")
         del counts
-        return cls(part, leaving, cls._make_known(part))
+        return cls._make(part, leaving)
 
-    @staticmethod
-    def _make_known(part: RankGraph) -> Tensor:
-        return torch.empty(part.num_own + part.num_halo, dtype=torch.float64)
+    @classmethod
+    def _make(cls, part: RankGraph, leaving: Tensor) -> _Iteration:
+        most = int(leaving.max()) if len(leaving) else 0
+        if most <= torch.iinfo(torch.int16).max:
+            leaving = leaving.to(torch.int16)
+        trim_heap()  # of the counts
+        known = torch.empty(part.num_own + part.num_halo, dtype=torch.float64)
+        return cls(part, leaving, known)
 
     def spread(self, values: Tensor) -> float:
         """Let values flow along the edges; return those of nodes without edges, summed."""

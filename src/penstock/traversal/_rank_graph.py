@@ -26,7 +26,7 @@ from penstock.traversal._send_lists import SendLists
 
 _BLOCK_ENTRIES = 2**15
 _BLOCK_NODES = 2**14
-_BLOCK_ROWS = 2**12  # that one rank sends another at once
+_BLOCK_ROWS = 2**13  # that one rank sends another at once
 # A block has at most this part of a rank's entries, so that all is near 1/ranks; many have room for
 # more blocks that are worth a call.
 _WIDEST_PART, _WIDEST_OF_MANY = 16, 256
@@ -134,6 +134,7 @@ class RankGraph:
             self.num_own = len(self._own)
             trim_heap()
             self._indptr, self._indices = read_own_lists(graph, self._own)
+            trim_heap()
             self._find_halo()
             trim_heap()  # what this took is more than what stays
         self.num_halo = sum(self._halo_counts)
@@ -162,6 +163,7 @@ class RankGraph:
         del is_known
         self._number_entries(parts)
         del parts
+        trim_heap()
         self._trade_places(halo)
 
     def _iter_marked(self, is_known: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

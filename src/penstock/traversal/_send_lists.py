@@ -44,10 +44,8 @@ class SendLists:
 
     def select(self, rank: int, places: Tensor) -> Tensor:
         """Return the positions at some places of one rank's list, as int64."""
-        if not len(places):
-            return places.long()
-        first, last = (int(each) for each in places.aminmax())
-        return self.read(rank, first, last + 1)[places.long() - first]
+        found = self._lists[rank]
+        return found.select(places) if isinstance(found, _Bits) else found[places].long()
 
 
 class _Bits:
@@ -69,6 +67,19 @@ class _Bits:
             return torch.empty(0, dtype=torch.int64)
         first = int(torch.searchsorted(self._ends, begin, right=True))
         last = int(torch.searchsorted(self._ends, end)) + 1
-        bits = torch.from_numpy(np.unpackbits(self._bits[first:last]))
         before = int(self._ends[first - 1]) if first else 0
-        return bits.nonzero().flatten()[begin - before : end - before] + first * _SPAN
+        return self._unpack(first, last)[begin - before : end - before]
+
+    def select(self, places: Tensor) -> Tensor:
+        """Return the positions at some places, span by span."""
+        found = torch.empty(len(places), dtype=torch.int64)
+        spans = torch.searchsorted(self._ends, places.long(), right=True)
+        for span in spans.unique().tolist():
+            at = (spans == span).nonzero().flatten()
+            before = int(self._ends[span - 1]) if span else 0
+            found[at] = self._unpack(span, span + 1)[places[at].long() - before]
+        return found
+
+    def _unpack(self, first: int, last: int) -> Tensor:
+        bits = torch.from_numpy(np.unpackbits(self._bits[first:last]))
+        return bits.nonzero().flatten() + first * _SPAN
