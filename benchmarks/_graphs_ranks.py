@@ -37,8 +37,8 @@ MESSAGES = {
     "pagerank": ("pagerank",),
     "khop": ("halo ids again", "khop nodes", "khop lengths", "khop entries"),
 }
-# Of the graph of cases `memory`: nodes of a side, edges of each; so many that holes in the heap, some 5 MB
-# in each process, are few beside them.
+# Of the graph of cases `memory`: nodes of a side, edges of each; so many that holes in the heap,
+# some 5 MB in each process, are few beside them.
 NUM_SIDE, NUM_LINKS = 2000, 12
 PAGERANK_TOLERANCE, SEEDS, HOPS = 1e-6, 16, 2
 

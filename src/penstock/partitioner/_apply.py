@@ -27,6 +27,7 @@ from penstock.graph.bindings import (
     find_entries,
     find_initial_fill,
 )
+from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.encoding import dtype_from_name
 from penstock.graph.fsdp.collectives import as_rank_error
 from penstock.graph.fsdp.shards import ShardedModel, is_sharded, local_of
@@ -96,13 +97,13 @@ def apply(
     distribution = _Distribution(graph, partition, rank, mesh)
     entries = find_entries(graph, model, loss, optimizer, ShardedModel(nn.Module()))
     placed = {each.name: distribution.placements(each.name) for each in entries}
-    roots = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
-    Guards(graph, roots, optimizer).check()
+    program = StepProgram(model, None, loss)
+    Guards(graph, program, optimizer).check()
     distribution.run(entries, placed, optimizer)
     if any(each.random for each in graph.operators):
         _share_random_state()
     entries = find_entries(rank.graph, model, loss, optimizer, ShardedModel(nn.Module()))
-    guards = Guards(graph, roots, optimizer)
+    guards = Guards(graph, program, optimizer)
     return PartitionedStep(partition, rank, distribution, entries, optimizer, guards)
 
 
@@ -218,6 +219,7 @@ class PartitionedStep:
             RankError: A collective has failed, as when another rank has ended.
         """
         self._guards.check()
+        self._guards.accept_numbers()
         tensors = self.cut_batch(batch)
         tensors |= {each.name: each.take(self.graph) for each in self._entries}
         tensors |= bind_group_tensors(self.graph, self._optimizer)
