@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed, nn
@@ -97,7 +97,7 @@ def apply(
     distribution = _Distribution(graph, partition, rank, mesh)
     entries = find_entries(graph, model, loss, optimizer, ShardedModel(nn.Module()))
     placed = {each.name: distribution.placements(each.name) for each in entries}
-    program = StepProgram(model, None, loss)
+    program = StepProgram(model, None, cast(Any, loss))
     Guards(graph, program, optimizer).check()
     distribution.run(entries, placed, optimizer)
     if any(each.random for each in graph.operators):
