@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import decimal
+import enum
 import fractions
 import functools
 import itertools
@@ -71,22 +72,23 @@ class Number(NamedTuple):
 
     def has_changed(self) -> bool:
         """Return whether the variable holds something else now."""
-        now = self._read()
-        if now is self.value:
+        held, value = self._read(), self.value
+        if held is value or (type(value) is Identity and id(held) == value):  # as most times
             return False
-        if type(now) is not type(self.value):
+        now = _to_value(held)
+        if type(now) is not type(value):
             return True
-        return not (now == self.value or repr(now) == repr(self.value))  # a NaN is unlike itself
+        return not (now == value or repr(now) == repr(value))  # a NaN is unlike itself
 
     def renew(self) -> Number:
         """Return it with what the variable holds now."""
-        return self._replace(value=self._read())
+        return self._replace(value=_to_value(self._read()))
 
     def _read(self) -> Any:
         try:
-            return _to_value(self.read())
+            return self.read()
         except Exception:  # an empty cell, an iterator of what has changed, a deleted attribute
-            return _to_value(_GONE)
+            return _GONE
 
 
 def find_numbers(roots: Mapping[str, Any]) -> list[Number]:
@@ -198,7 +200,8 @@ class _NumberSearch:
     def _visit_class(self, kind: type, name: str, depth: int, *, of_module: bool = False) -> None:
         """Look at the numbers and functions of a class of the user's, and of its bases."""
         for base in kind.__mro__:
-            if base in self._classes or not _is_of_user(base):
+            is_constant = issubclass(base, enum.Enum)
+            if base in self._classes or is_constant or not _is_of_user(base):
                 continue
             self._classes.add(base)
             length, place = functools.partial(len, vars(base)), base.__qualname__
