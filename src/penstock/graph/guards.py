@@ -195,11 +195,13 @@ class Guards:
         if not self._is_postponed:
             self._num_changes.update(holders)
         counts = {each: self._num_changes[each] for each in holders}
-        return [
+        names = [
             each.name
             for each in self._changed.values()
             if self._is_postponed or counts[each.holder] & (counts[each.holder] - 1) == 0
         ]
+        self._is_postponed = bool(names)  # until they are accepted: the step may be refused
+        return names
 
 
 def _index_groups(snapshot: _Snapshot) -> list[list[int]]:
