@@ -102,7 +102,8 @@ def base_bytes(model: torch.nn.Module) -> int:
 def live_base_bytes(base: torch.nn.Module) -> int:
     """Return the bytes of all live tensors that have a shape of the base's matrices.
 
-    That is `base_bytes` but for vectors, once for each copy of the base in the process.
+    That is `base_bytes` but for vectors, once for each copy of the base in the process. Tensors of
+    other classes than models have, such as fake ones, may be without memory and are not looked at.
     """
     shapes = {each.shape for name, each in base.named_parameters() if "lora_" not in name}
     shapes = {shape for shape in shapes if len(shape) == 2}
@@ -110,6 +111,8 @@ def live_base_bytes(base: torch.nn.Module) -> int:
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
         for each in gc.get_objects()
-        if issubclass(type(each), torch.Tensor) and each.shape in shapes and not each.is_meta
+        if type(each) in (torch.Tensor, torch.nn.Parameter)
+        and each.shape in shapes
+        and not each.is_meta
     }
     return sum(storages.values())

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.iomodel import _plan_chain, _segment_runs, plan_chain, run_chain
 from penstock.iomodel._modules import find_parameters
+from penstock.memory import CachingAllocator
 from test_chain import processor
 
 SOFTMAX = functools.partial(F.softmax, dim=-1)
@@ -178,3 +179,25 @@ def test_refusals():
         run_chain([nn.ReLU()], x)
     with pytest.raises(ValueError, match="rows is 0"):
         run_chain([nn.ReLU()], x[:0])
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+def test_chunks_lie_in_the_memory_of_the_first(is_step):
+    """No chunk but the first makes further memory resident, and none is kept afterwards."""
+    allocator = CachingAllocator.instance()
+    if not allocator.available():
+        pytest.skip(allocator.reason)
+    modules = [nn.Linear(8, 2**17, bias=False), nn.Softmax(dim=-1), nn.Linear(2**17, 4)]
+    x = torch.randn(512, 8, requires_grad=is_step)  # values of 256 MiB, of a chunk 32
+    misses = []
+    for num_rows in (128, 512):
+        before = allocator.statistics()
+        with torch.set_grad_enabled(is_step):
+            found = run_chain(modules, x[:num_rows], chunk_rows=64)
+        if is_step:
+            found.sum().backward()
+        after = allocator.statistics()
+        misses.append(after.num_misses - before.num_misses)
+        assert after.num_hits - before.num_hits >= num_rows // 64 - 1
+        assert after.idle_bytes == before.idle_bytes
+    assert misses[1] <= misses[0] + 2 * is_step  # the gradients of more rows

@@ -215,6 +215,24 @@ def test_misses_are_the_bytes_that_are_read(store: Path):
     pool.close()
 
 
+def test_selected_blocks_find_room_beside_the_buffers_of_a_file(store: Path):
+    """They take an eighth of the budget where a selector chooses, and not half of it."""
+    from penstock.kv.selectors import Window
+
+    window = Window(num_blocks=24)  # 48 records of the 64 that the budget is
+    pool = BlockPool(device_memory="256KiB", store=store, block_tokens=16, selector=window)
+    fill(pool, 1600)
+    for _ in range(8):  # it learns which blocks are read again
+        step(pool)
+    before = pool.report()
+    step(pool)
+    after = pool.report()
+    assert after.num_hits - before.num_hits == 48
+    assert after.num_misses == before.num_misses > 0
+    assert after.peak_device_bytes <= 256 * 1024 + after.tail_bytes
+    pool.close()
+
+
 def test_shapes_that_do_not_fit():
     pool = BlockPool(device_memory="64KiB", block_tokens=16)
     fill(pool, 20)

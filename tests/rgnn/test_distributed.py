@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from _layer_models import features, graph_of_size, model_of
+from _ranks import spawn
 from penstock import rgnn
 
 if not (dist.is_available() and dist.is_gloo_available()):
@@ -25,32 +28,23 @@ def loss_of(model: nn.Module, graph: rgnn.Graph, nodes: torch.Tensor) -> torch.T
     return model(features(NUM_NODES), graph)[nodes].square().mean()
 
 
-def gradients_of_rank(rank: int, graph: rgnn.Graph, directory: str) -> None:
-    """What each process runs: it leaves the gradients of its models in the directory."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/meeting",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=timedelta(seconds=60),
-    )
+def gradients_of_rank(graph: rgnn.Graph, folder: Path) -> dict[str, Any]:
+    """Gradients of the models of one process, by model and parameter."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {}
     for name in NAMES:
         model = DistributedDataParallel(model_of(name))
-        loss_of(model, graph, torch.arange(NUM_NODES).chunk(NUM_RANKS)[rank]).backward()
+        loss_of(model, graph, torch.arange(NUM_NODES).chunk(NUM_RANKS)[dist.get_rank()]).backward()
         found[name] = {key: p.grad for key, p in model.module.named_parameters()}
-    torch.save(found, f"{directory}/rank{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path):
     graph = graph_of_size(NUM_NODES, 60)
-    torch.multiprocessing.spawn(gradients_of_rank, args=(graph, str(tmp_path)), nprocs=NUM_RANKS)
+    ranks = spawn(functools.partial(gradients_of_rank, graph), NUM_RANKS, tmp_path)
     for name in NAMES:
         model = model_of(name)
         loss_of(model, graph, torch.arange(NUM_NODES)).backward()
-        for rank in range(NUM_RANKS):
-            found = torch.load(tmp_path / f"rank{rank}.pt")[name]
+        for found in ranks:
             for key, parameter in model.named_parameters():
-                torch.testing.assert_close(found[key], parameter.grad, msg=f"{name}: {key}")
+                torch.testing.assert_close(found[name][key], parameter.grad, msg=f"{name}: {key}")

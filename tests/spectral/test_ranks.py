@@ -7,11 +7,13 @@ import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
 
+from _ranks import spawn
 from penstock.errors import RankError
 from penstock.spectral import CSR, SymmetricOperator, eigs
 from spectral_cases import dense, grid_laplacian, grid_spectrum, with_spectrum
@@ -30,16 +32,10 @@ def rows_of(matrix: CSR, begin: int, end: int) -> CSR:
     return CSR(*lists, shape=(end - begin, matrix.shape[1]))
 
 
-def solve_rank(rank: int, directory: str) -> None:
-    """What each process runs: it leaves values and its rows of the vectors in the directory."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/meeting",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=timedelta(seconds=60),
-    )
+def solve_rank(folder: Path) -> dict[str, Any]:
+    """What each process runs: values, and its rows of the vectors."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, directory = dist.get_rank(), str(folder)
     matrix = grid_laplacian(SIDE, SIDE)
     begin, end = (0, SPLIT) if rank == 0 else (SPLIT, SIDE * SIDE)
     mine = rows_of(matrix, begin, end)
@@ -51,13 +47,11 @@ def solve_rank(rank: int, directory: str) -> None:
     found["peak"] = (streamed.report.peak_device_bytes, budget)
     whole = with_spectrum(torch.linspace(-1, 2, 225, dtype=torch.float64), dtype=torch.complex128)
     found["dense"] = tuple(eigs(whole[begin:end], 4, which="LM", group=group))
-    torch.save(found, f"{directory}/rank{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def test_two_ranks_find_what_one_finds(tmp_path: Path):
-    torch.multiprocessing.spawn(solve_rank, args=(str(tmp_path),), nprocs=NUM_RANKS)
-    parts = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    parts = spawn(solve_rank, NUM_RANKS, tmp_path)
     grid = dense(grid_laplacian(SIDE, SIDE))
     whole = with_spectrum(torch.linspace(-1, 2, 225, dtype=torch.float64), dtype=torch.complex128)
     expected = grid_spectrum(SIDE, SIDE)[:5]

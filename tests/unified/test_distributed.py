@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from _ranks import spawn
 from penstock.unified import UnifiedTensor, unify
 from penstock.unified.optim import Adam
 
@@ -58,42 +60,29 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return (model(rows) - rows / NUM_ROWS).square().mean()
 
 
-def train_rank(
-    rank: int, features: UnifiedTensor, embedding: UnifiedTensor, directory: str
-) -> None:
-    """What each process runs; both leave what they have seen in the directory."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/meeting",
-        rank=rank,
-        world_size=NUM_RANKS,
-        timeout=timedelta(seconds=60),
-    )
+def train_rank(features: UnifiedTensor, embedding: UnifiedTensor, folder: Path) -> dict[str, Any]:
+    """What each process runs: losses, and the state of the model at the end."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model = DistributedDataParallel(Scores(features, embedding))
     dense = torch.optim.Adam(model.parameters(), lr=0.05)
     sparse = Adam([embedding], lr=0.05)
     losses = []
     for rows in batches():
-        loss = loss_of(model, rows.chunk(NUM_RANKS)[rank])
+        loss = loss_of(model, rows.chunk(NUM_RANKS)[dist.get_rank()])
         loss.backward()
         dense.step()
         dense.zero_grad()
         step_together(embedding, sparse)
         losses.append(loss.item())
     state = {name: value.clone() for name, value in model.module.state_dict().items()}
-    torch.save({"losses": losses, "state": state}, f"{directory}/rank{rank}.pt")
-    dist.destroy_process_group()
+    return {"losses": losses, "state": state}
 
 
 def test_two_processes_train_as_one_with_the_union_of_their_batches(tmp_path: Path):
     features = torch.randn(NUM_ROWS, 8)
     start = torch.randn(NUM_ROWS, 4)
     table, embedding = unify(features), unify(start, requires_grad=True)
-    torch.multiprocessing.spawn(
-        train_rank, args=(table, embedding, str(tmp_path)), nprocs=NUM_RANKS
-    )
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    ranks = spawn(functools.partial(train_rank, table, embedding), NUM_RANKS, tmp_path)
 
     single = unify(start, requires_grad=True)
     model = Scores(unify(features), single)

@@ -12,14 +12,15 @@ these three for an FPGA). With R rows in chunks of c, of an operator
 where operands and results move at the level that holds the chunk's live values, or memory where
 they are spilled, and a result twice, since a store loads its line first. Where the time of a row in
 a cache was measured, it stands in place of the operations, and what memory takes comes on top: the
-two hardly overlap. Weights are read for each chunk, before its arithmetic, from memory or from
-the cache that keeps them beside the chunk. New bytes are those of values so large that the C
-library has the operating system map and clear their pages each time. A chain product, elementwise
-operators, product may run in blocks of the features between them instead, with all rows: each block
-reads its own part of the weights, once, and adds to the result. In a step, what runs in chunks or
-blocks is computed again. A plan has the least sum of seconds and of `price` times the bytes that
-are spilled or live in a chunk: dynamic programming over the sets of operators that are done, exact
-over all cuts of the graph into connected segments, and over chunks and blocks of powers of two.
+two hardly overlap. Weights are read for each chunk, before its arithmetic, from memory or from the
+cache that keeps them beside the chunk. New bytes are those of values so large that the C library
+has the operating system map and clear their pages each time; chunks take them once. A chain
+product, elementwise operators, product may run in blocks of the features between them instead, with
+all rows: each block reads its own part of the weights, once, and adds to the result. In a step,
+what runs in chunks or blocks is computed again. A plan has the least sum of seconds and of `price`
+times the bytes that are spilled or live in a chunk: dynamic programming over the sets of operators
+that are done, exact over all cuts of the graph into connected segments, and over chunks and blocks
+of powers of two.
 """
 
 from __future__ import annotations
@@ -422,17 +423,20 @@ class SegmentCosts:
         return rows * (taken + again) + fixed
 
     def _count_new_bytes(self, at: int, shape: _SegmentShape) -> int:
-        """Return the bytes of an operator's values that are too large to be used again."""
+        """Return the bytes of an operator's values that lie in memory not used before."""
         of, rows = self._graph.operators[at], self._graph.rows
         new = of.row_bytes if of.new_row_bytes is None else of.new_row_bytes
         graph, chosen, reads = self._graph, shape.chosen, self._graph.reads[at]
         largest = max(of.row_bytes, *(graph.row_bytes(each) for each in reads))
+        first = 0  # bytes of the first chunk or block, in whose memory those of later ones lie
         if largest * shape.chunk_rows // shape.blocks > REUSED_BYTES:
-            return rows * new
+            if shape.chunk_rows >= rows and shape.blocks == 1:
+                return rows * new
+            first = new * shape.chunk_rows // shape.blocks
         spilled = [of.row_bytes] if self._leaves(at, chosen) else []
         if of.value_passes > 1:  # a step has gradients of what comes in, too
             spilled += [graph.row_bytes(by) for by in reads if by < 0 or not chosen >> by & 1]
-        return sum(rows * each for each in spilled if rows * each > REUSED_BYTES)
+        return first + sum(rows * each for each in spilled if rows * each > REUSED_BYTES)
 
     def _find_block_bytes(self, numbers: tuple[int, ...]) -> int:
         """Return the most bytes of a row that are live in blocks, times the number of blocks."""

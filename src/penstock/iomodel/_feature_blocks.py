@@ -24,7 +24,7 @@ from penstock.iomodel._chain import KEPT_SHARE
 from penstock.iomodel._chain_checks import forbid_second_derivative
 from penstock.iomodel._levels import ceil_div
 from penstock.iomodel._modules import Module, find_in_place, find_parameters, is_plain_linear
-from penstock.iomodel._row_chunks import WeightVersions, find_gradient, let_malloc_reuse
+from penstock.iomodel._row_chunks import WeightVersions, find_gradient, reuse_memory
 
 
 def can_run_in_blocks(modules: Sequence[Module]) -> bool:
@@ -57,12 +57,12 @@ class FeatureBlocks:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the result of all rows."""
-        let_malloc_reuse(rows.device)
-        if not torch.is_grad_enabled():
-            return self.run(rows, 0)[0]
-        weights = find_parameters([self.first, self.last])
-        result: Any = _BlockedLayers.apply(self, rows, *weights)
-        return result
+        with reuse_memory(rows.device):
+            if not torch.is_grad_enabled():
+                return self.run(rows, 0)[0]
+            weights = find_parameters([self.first, self.last])
+            result: Any = _BlockedLayers.apply(self, rows, *weights)
+            return result
 
     def blocks(self) -> list[slice]:
         """Return the features of each block."""
@@ -131,7 +131,7 @@ class _BlockedLayers(torch.autograd.Function):
         needed = {
             id(each): need for each, need in zip(weights, ctx.needs_input_grad[2:], strict=True)
         }
-        with torch.no_grad():
+        with torch.no_grad(), reuse_memory(gradient.device):
             sums = _BlockGradients(ctx.layers, rows, gradient, needed, ctx.needs_input_grad[1])
             for number, at in enumerate(ctx.layers.blocks()):
                 sums.add(at, kept[number] if number < len(kept) else None)

@@ -6,6 +6,7 @@ sum over rows, such as a loss, the gradients are computed beside it, and nothing
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from penstock.iomodel._chain_checks import (
     run_some_rows,
 )
 from penstock.iomodel._modules import Module, find_parameters, is_plain_linear, run_fused
+from penstock.memory import CachingAllocator
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,11 +45,11 @@ class ChunkedModules:
         """Return the result of all rows; whole where that is one chunk."""
         if self.chunk_rows >= len(rows):
             return self.run(rows, self.others)
-        let_malloc_reuse(rows.device)
-        some = run_some_rows(self.run, self.modules, rows, self.others)
-        if not torch.is_grad_enabled():
-            return self.join(rows, some)
-        return _run_in_chunks(self, some, rows, *find_parameters(self.modules))
+        with reuse_memory(rows.device):
+            some = run_some_rows(self.run, self.modules, rows, self.others)
+            if not torch.is_grad_enabled():
+                return self.join(rows, some)
+            return _run_in_chunks(self, some, rows, *find_parameters(self.modules))
 
     def run(self, rows: Tensor, others: Sequence[Tensor]) -> Tensor:
         """Return the result of some rows."""
@@ -74,15 +76,25 @@ class ChunkedModules:
             yield at, [each[at] for each in self.others]
 
 
-def let_malloc_reuse(device: torch.device) -> None:
-    """Have malloc keep the memory of a chunk's values for the next chunk.
+@contextlib.contextmanager
+def reuse_memory(device: torch.device) -> Iterator[None]:
+    """Have the values of a chunk lie in the memory of the chunk before.
 
-    glibc hands out blocks of its heap, whose pages are there, up to the size of the largest mapped
-    block that was freed, if that is below 32 MiB; larger ones are mapped, and their pages cleared,
-    each time. It keeps up to twice as much free memory. No page of this block is touched.
+    malloc maps a value of 32 MiB or more, and the kernel clears its pages, for each chunk anew.
+    Where the allocator cannot be had, malloc is made to keep what is smaller: glibc hands out
+    blocks of its heap, whose pages are there, up to the size of the largest mapped block that was
+    freed. No page of that block is touched.
     """
-    if device.type == "cpu":
+    if device.type != "cpu":
+        yield
+        return
+    allocator = CachingAllocator.instance()
+    if not allocator.acquire():
         torch.empty(REUSED_BYTES, dtype=torch.uint8)
+    try:
+        yield
+    finally:
+        allocator.release()
 
 
 def _run_in_chunks(segment: ChunkedModules, some: Tensor, rows: Tensor, *weights: Tensor) -> Tensor:
@@ -116,7 +128,7 @@ class _ChunkedSegment(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the rows and the weights."""
         (gradient,), operands = gradients, (ctx.saved_tensors[0], *ctx.weights.check())
-        with torch.no_grad():
+        with torch.no_grad(), reuse_memory(gradient.device):
             found = _differentiate(ctx, operands, ctx.needs_input_grad[2:], gradient)
         if torch.is_grad_enabled():  # create_graph=True
             found = [forbid_second_derivative(each, operands) for each in found]

@@ -21,7 +21,8 @@ from penstock.units import format_bytes
 
 _BUFFER_BYTES = 2 * 2**20
 _LEAST_BUFFER_BYTES = 2**20  # of smaller ones there are no more than two
-_STAGING_SHARE = 2  # of the budget: the buffers take at most 1 / this
+_STAGING_SHARE = 2  # of the budget: staging takes at most 1 / this, and
+_SELECTIVE_SHARE = 8  # the buffers of a file where steps read few blocks, most of them resident
 _MOST_BUFFERS = 8
 _NUM_CHUNKS = 2  # one is filled while another one is read
 _CHUNK_BYTES = 4 * 2**20
@@ -47,6 +48,7 @@ class DeviceTier:
         pages: Places of pages below.
         lower: The tiers below.
         ledger: Account of bytes.
+        is_selective: Whether a selector chooses the blocks of a step.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class DeviceTier:
         pages: PageTable,
         lower: PageTiers,
         ledger: Ledger,
+        *,
+        is_selective: bool,
     ) -> None:
         self.platform = platform
         self.budget_bytes = budget_bytes
@@ -64,6 +68,7 @@ class DeviceTier:
         self._pages = pages
         self._lower = lower
         self._ledger = ledger
+        self._buffer_share = _SELECTIVE_SHARE if is_selective else _STAGING_SHARE
         self._residents: dict[BlockLayout, _Residents] = {}
         self._slot_bytes = 0
         self.version = 0  # of the places of records: a change makes other numbers
@@ -199,7 +204,9 @@ class DeviceTier:
         in_host = self.platform.has_staging
         number, each = _MOST_BUFFERS, max(1, _BUFFER_BYTES // page_bytes) * page_bytes
         if not in_host:
-            number, each = self._divide_staging(page_bytes, _MOST_BUFFERS, _BUFFER_BYTES)
+            number, each = self._divide_staging(
+                page_bytes, _MOST_BUFFERS, _BUFFER_BYTES, self._buffer_share
+            )
         more = number * each - sum(buffer.area.num_bytes for buffer in self._buffers)
         if not in_host and more > 0 and not self._make_room(more):
             raise CapacityError(
@@ -215,9 +222,11 @@ class DeviceTier:
         else:
             self._count_staging(more)
 
-    def _divide_staging(self, piece_bytes: int, most: int, most_bytes: int) -> tuple[int, int]:
+    def _divide_staging(
+        self, piece_bytes: int, most: int, most_bytes: int, parts: int = _STAGING_SHARE
+    ) -> tuple[int, int]:
         """Return a number of parts of the staging memory, and the bytes of each: whole pieces."""
-        share = self.budget_bytes // _STAGING_SHARE
+        share = self.budget_bytes // parts
         number = min(most, max(2, share // max(piece_bytes, _LEAST_BUFFER_BYTES)))
         each = min(most_bytes, share // number) // piece_bytes * piece_bytes
         each = max(piece_bytes, each)

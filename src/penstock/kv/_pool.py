@@ -113,6 +113,7 @@ class BlockPool(Owner):
             num_layers=max(num_layers, 0 if prefix is None else len(prefix.layers)),
             shapes=shapes or {},
             recompute=recompute,
+            is_selective=self._selector is not None,
         )
         self._failure: BaseException | None = None
         self._tiers = self._make_tiers(prefix=prefix)

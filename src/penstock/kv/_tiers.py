@@ -34,6 +34,7 @@ class PoolTiers:
         shapes: Heads, numbers of a key and of a value of layers that will come, where known.
         recompute: Function that computes keys and values of inputs; None: inputs are not kept.
         prefix: File with pages that are there already; None: there is none.
+        is_selective: Whether a selector chooses the blocks of a step.
 
     Attributes:
         pages: Places of pages.
@@ -57,6 +58,7 @@ class PoolTiers:
         shapes: Mapping[int, KeyShape],
         recompute: Recompute | None,
         prefix: PrefixFile | None,
+        is_selective: bool,
     ) -> None:
         self._ledger, self._num_layers = ledger, num_layers
         self._shapes = dict(shapes)
@@ -70,7 +72,9 @@ class PoolTiers:
             prefix,
             times_reads=recompute is not None,
         )
-        self.device = DeviceTier(platform, budget_bytes, self.pages, self.lower, ledger)
+        self.device = DeviceTier(
+            platform, budget_bytes, self.pages, self.lower, ledger, is_selective=is_selective
+        )
         parts = self.pages, self.device, self.lower
         self.writes = BlockWrites(*parts)
         self.inputs = None if recompute is None else InputPages(*parts, ledger, recompute)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import numpy as np
 import pytest
 import torch
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from _ranks import spawn
 from penstock.batching import BalancedBatchSampler
 
 NUM_SAMPLES, CAP, NUM_RANKS = 90, 160, 2
@@ -36,9 +34,8 @@ def loss_of(network, indices):
     return (network(inputs[indices])[:, 0] - targets[indices]).square().mean()
 
 
-def one_rank(rank, port, folder):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    distributed.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
+def train_rank(folder):
+    distributed.init_process_group("gloo")
     network = DistributedDataParallel(model())
     sampler = BalancedBatchSampler(sizes(), max_bytes=CAP)  # asks torch.distributed who it is
     total, seen = [], []
@@ -48,16 +45,11 @@ def one_rank(rank, port, folder):
         mine = [each.grad.clone() for each in network.parameters() if each.grad is not None]
         total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
         seen.append(batch)
-    torch.save((total, seen), f"{folder}/{rank}.pt")
-    distributed.destroy_process_group()
+    return total, seen
 
 
 def test_ranks_of_ddp_take_equal_steps_and_weights_give_the_mean_gradient(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(one_rank, (port, str(tmp_path)), nprocs=NUM_RANKS)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(NUM_RANKS)]
+    ranks = spawn(train_rank, NUM_RANKS, tmp_path)
     steps = [seen for _, seen in ranks]
     assert len(steps[0]) == len(steps[1])
     assert sorted(i for seen in steps for batch in seen for i in batch) == list(range(NUM_SAMPLES))
