@@ -10,17 +10,18 @@ these three for an FPGA). With R rows in chunks of c, of an operator
               + new bytes / rate of new memory
 
 where operands and results move at the level that holds the chunk's live values, or memory where
-they are spilled, and a result twice, since a store loads its line first. Where the time of a row in
-a cache was measured, it stands in place of the operations, and what memory takes comes on top: the
-two hardly overlap. Weights are read for each chunk, before its arithmetic, from memory or from the
-cache that keeps them beside the chunk. New bytes are those of values so large that the C library
-has the operating system map and clear their pages each time; chunks take them once. A chain
-product, elementwise operators, product may run in blocks of the features between them instead, with
-all rows: each block reads its own part of the weights, once, and adds to the result. In a step,
-what runs in chunks or blocks is computed again. A plan has the least sum of seconds and of `price`
-times the bytes that are spilled or live in a chunk: dynamic programming over the sets of operators
-that are done, exact over all cuts of the graph into connected segments, and over chunks and blocks
-of powers of two.
+they are spilled, and a result twice, since a store loads its line first; one in new memory does
+not, as the kernel has just cleared its pages, which is part of the time of new bytes. Where the
+time of a row in a cache was measured, it stands in place of the operations, and what memory takes
+comes on top: the two hardly overlap. Weights are read for each chunk, before its arithmetic, from
+memory or from the cache that keeps them beside the chunk. New bytes are those of values so large
+that the C library has the operating system map and clear their pages each time; chunks take them
+once. A chain product, elementwise operators, product may run in blocks of the features between them
+instead, with all rows: each block reads its own part of the weights, once, and adds to the result.
+In a step, what runs in chunks or blocks is computed again. A plan has the least sum of seconds and
+of `price` times the bytes that are spilled or live in a chunk: dynamic programming over the sets of
+operators that are done, exact over all cuts of the graph into connected segments, and over chunks
+and blocks of powers of two.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ def chain(
     input_row_bytes: int,
     num_threads: int = 1,
     new_bytes_per_second: float | None = None,
+    chunk_new_bytes_per_second: float | None = None,
 ) -> ChainPlan:
     """Plan which values of a chain, or small graph, are spilled, streamed in chunks, or fused.
 
@@ -166,13 +168,17 @@ def chain(
         machine: Capacities and rates of the levels.
         input_row_bytes: Bytes of the input for each row.
         num_threads: Threads that compute.
-        new_bytes_per_second: Rate at which the operating system gives memory; None: at no cost.
+        new_bytes_per_second: Rate at which the operating system gives memory, and takes it back;
+            None: at no cost.
+        chunk_new_bytes_per_second: The same where operators run in chunks, which may have another
+            allocator; None: `new_bytes_per_second`.
 
     Raises:
         ValueError: An operator reads one that is not before it, or 25 operators have branches.
     """
     graph = _ChainGraph(tuple(operators), rows, input_row_bytes)
-    costs = SegmentCosts(graph, machine, num_threads, new_bytes_per_second)
+    chunk_rate = chunk_new_bytes_per_second or new_bytes_per_second
+    costs = SegmentCosts(graph, machine, num_threads, (new_bytes_per_second, chunk_rate))
     best: dict[int, tuple[int, tuple[ChainSegment, ...]]] = {0: (0, ())}
     for done in graph.list_ideals():
         cost, segments = best[done]
@@ -325,7 +331,7 @@ class SegmentCosts:
         graph: _ChainGraph,
         machine: MachineProfile,
         num_threads: int,
-        new_bytes_per_second: float | None = None,
+        new_bytes_per_second: tuple[float | None, float | None] = (None, None),
     ) -> None:
         compute = machine.compute
         rates = level_rates(machine, num_threads)
@@ -337,7 +343,10 @@ class SegmentCosts:
         self._graph, self._rates = graph, rates
         self._flops = compute.flops_per_second["float32"]
         self._launch_seconds = compute.launch_seconds
-        self._new_seconds = 1 / new_bytes_per_second if new_bytes_per_second else 0.0
+        # Of a byte of new memory, of operators with all rows and of those in chunks
+        self._new_seconds, self._chunk_new_seconds = (
+            1 / each if each else 0.0 for each in new_bytes_per_second
+        )
         names = ("link", "file", "memory", "shared")
         self._caches: list[MemoryLevel] = [
             each for each in memory_levels(machine) if each.name not in names and each.name in rates
@@ -402,6 +411,8 @@ class SegmentCosts:
         """Return the time of one operator, as the module's formula has it."""
         of, rows = self._graph.operators[at], self._graph.rows
         chunks = ceil_div(rows, shape.chunk_rows)
+        is_whole = chunks == shape.blocks == 1
+        new_seconds = self._new_seconds if is_whole else self._chunk_new_seconds
         spilled, streamed = self._find_row_bytes(at, shape.chosen)
         if shape.blocks > 1 and of.features == "product":  # each block reads or adds to all rows
             spilled *= shape.blocks
@@ -413,12 +424,11 @@ class SegmentCosts:
         fixed = of.weight_bytes / self._rates["memory"] + of.chunk_seconds
         fixed += (chunks - 1) * (of.weight_bytes / self._rates[shape.weights_level])
         fixed += (chunks - 1) * of.chunk_seconds + chunks * shape.blocks * self._launch_seconds
-        is_whole = chunks == shape.blocks == 1
         is_product_last = of.features == "product" and at == shape.numbers[-1]
         share = 0.0 if is_whole or is_product_last else 1 - KEPT_SHARE * (shape.blocks > 1)
         again = share * of.again_row_seconds
         fixed += share * chunks * of.again_chunk_seconds
-        fixed += self._new_seconds * self._count_new_bytes(at, shape)
+        fixed += new_seconds * self._count_new_bytes(at, shape)
         taken = of.row_seconds + moved if of.row_seconds else max(arithmetic, moved)
         return rows * (taken + again) + fixed
 
@@ -466,7 +476,8 @@ class SegmentCosts:
             else:
                 streamed += graph.row_bytes(producer)
         if self._leaves(at, chosen):
-            spilled += 2 * graph.row_bytes(at)
+            is_new = self._new_seconds and graph.rows * graph.row_bytes(at) > REUSED_BYTES
+            spilled += 0 if is_new else 2 * graph.row_bytes(at)
         else:
             streamed += 2 * graph.row_bytes(at)
         return spilled, streamed

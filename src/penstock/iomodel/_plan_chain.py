@@ -8,8 +8,11 @@ same way. In a step its backward pass is measured beside its forward one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +32,7 @@ from penstock.iomodel._modules import (
     is_plain_linear,
     makes_new_value,
 )
+from penstock.iomodel._row_chunks import reuse_memory
 from penstock.iomodel._segment_runs import SegmentRuns
 from penstock.iomodel._timing import Line, time_best, time_call
 from penstock.memory import MachineProfile
@@ -36,6 +40,7 @@ from penstock.memory import MachineProfile
 _PRODUCT_BYTES, _CACHED_BYTES = 16 * 2**20, 2**20  # of the rows that are timed, operand or result
 _LEAST_ROWS, _MOST_ROWS = 32, 128  # fewer would not busy all threads
 _REPETITIONS = 3
+_LEAST_SECONDS = 0.01  # of all repetitions together
 _NEW_BYTES = 256 * 2**20  # far more than malloc hands out again, and than caches hold
 _BACKWARD_VALUES = 1.5  # a backward pass reads a gradient and what was saved, and writes a gradient
 
@@ -92,13 +97,15 @@ def _choose(
     if value.dim() == 0:  # gradients are computed beside the result, and nothing twice
         again = {"again_row_seconds": 0.0, "again_chunk_seconds": 0.0}
         operators = [dataclasses.replace(each, **again) for each in operators]
+    on_cpu = x.device.type == "cpu"
     plan = chain(
         operators,
         len(rows),
         machine or this_machine(),
         input_row_bytes=max(1, rows[:1].nbytes),
         num_threads=torch.get_num_threads(),
-        new_bytes_per_second=_find_new_rate() if x.device.type == "cpu" else None,
+        new_bytes_per_second=_find_new_rate() if on_cpu else None,
+        chunk_new_bytes_per_second=_find_new_rate(in_chunks=True) if on_cpu else None,
     )
     runs = SegmentRuns(
         modules=modules,
@@ -112,18 +119,27 @@ def _choose(
 
 
 @functools.cache
-def _find_new_rate() -> float:
-    """Return the rate at which memory comes from the operating system, in bytes per second."""
+def _find_new_rate(*, in_chunks: bool = False) -> float:
+    """Return the rate at which memory comes from the operating system and goes back.
 
-    def fill(tensor: Tensor) -> float:
-        return time_call(lambda: tensor.fill_(1))
+    Args:
+        in_chunks: Whether as in chunks, by the allocator that they have.
 
-    found = []
-    for _ in range(_REPETITIONS):
-        tensor = torch.empty(_NEW_BYTES, dtype=torch.uint8)
-        found.append(max(1e-9, fill(tensor) - fill(tensor)))
-        del tensor
-    return _NEW_BYTES / min(found)
+    Returns:
+        Bytes per second.
+    """
+
+    def time_new() -> float:
+        start = time.perf_counter()
+        with reuse_memory(torch.device("cpu")) if in_chunks else contextlib.nullcontext():
+            tensor = torch.empty(_NEW_BYTES, dtype=torch.uint8)
+            tensor.fill_(1)
+            again = time_call(functools.partial(tensor.fill_, 1))
+            del tensor
+        return max(1e-9, time.perf_counter() - start - 2 * again)
+
+    time_new()  # the first one also maps what the allocator keeps
+    return _NEW_BYTES / statistics.median(time_new() for _ in range(_REPETITIONS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +245,7 @@ class _ModuleRuns:
 
 
 def _time(call: Callable[[], object]) -> float:
-    return time_best(call, _REPETITIONS)
+    return time_best(call, _REPETITIONS, seconds=_LEAST_SECONDS)
 
 
 def _count_new_bytes(call: Callable[[], object]) -> float:

@@ -1,6 +1,6 @@
 """Segments of a plan as they run, and their times by runs of some of the rows.
 
-The rates of products in chunks or blocks depend on more than a module alone shows: what stays in a
+The rates of chunks or blocks depend on more than a module alone shows: what stays in a
 cache between them, how wide a block is, how gradients are added. So such a segment runs with two
 numbers of rows r1 < r2 of the whole R, in t1 and t2 seconds, and takes
 
@@ -23,7 +23,8 @@ from penstock.iomodel._row_chunks import ChunkedModules
 from penstock.iomodel._timing import Line, time_best
 
 _REPETITIONS = 2
-_SHARE_IN_BLOCKS = 8  # of the rows one eighth runs in blocks, since all blocks have to
+_LEAST_SECONDS = 0.05  # of all repetitions together
+_SHARE = 8  # of the rows one eighth runs in blocks, since all blocks have to
 _LEAST_ROWS = 64
 
 
@@ -80,12 +81,11 @@ class SegmentRuns:
     needs_rows: bool
 
     def time(self, plan: ChainPlan) -> ChainPlan:
-        """Return the plan with measured times of the products in chunks or blocks."""
+        """Return the plan with measured times of what runs in chunks or blocks."""
         total = len(self.rows)
         segments = [
             dataclasses.replace(each, seconds=self._time(each).at(total))
-            if self.products & set(each.operators)
-            and (each.feature_blocks > 1 or each.chunk_rows < total)
+            if each.feature_blocks > 1 or each.chunk_rows < total
             else each
             for each in plan.segments
         ]
@@ -94,17 +94,17 @@ class SegmentRuns:
     def _time(self, segment: ChainSegment) -> Line:
         total = len(self.rows)
         if segment.feature_blocks > 1:
-            many = max(_LEAST_ROWS, total // _SHARE_IN_BLOCKS)
-        else:
+            many = max(_LEAST_ROWS, total // _SHARE)
+        elif self.products & set(segment.operators):
             many = 4 * segment.chunk_rows
+        else:  # bound by memory, which the rows of few chunks may not reach
+            many = max(4 * segment.chunk_rows, total // _SHARE)
         many = min(many, total)
         few = max(1, many // 2)
         value = self._compute_input(segment, many)
-        few, many = (
-            (n, time_best(functools.partial(self._run, segment, value[:n]), _REPETITIONS))
-            for n in (few, many)
-        )
-        return Line.through(few, many)
+        runs = (functools.partial(self._run, segment, value[:n]) for n in (few, many))
+        times = [time_best(run, _REPETITIONS, seconds=_LEAST_SECONDS) for run in runs]
+        return Line.through((few, times[0]), (many, times[1]))
 
     def _compute_input(self, segment: ChainSegment, count: int) -> Tensor:
         """Return a value of the plan's own, as modules may work in place."""

@@ -33,10 +33,19 @@ class Line:
         return self.chunk + rows * self.row
 
 
-def time_best(call: Callable[[], object], repetitions: int) -> float:
-    """Return the least time of a call, in seconds, after one that is not timed."""
+def time_best(call: Callable[[], object], repetitions: int, *, seconds: float = 0.0) -> float:
+    """Return the least time of a call, after one that is not timed.
+
+    Args:
+        call: What is timed.
+        repetitions: Number of times, at least 1.
+        seconds: Together they take at least so long: what disturbs a short call lasts longer.
+    """
     call()
-    return min(time_call(call) for _ in range(repetitions))
+    times = [time_call(call) for _ in range(repetitions)]
+    while sum(times) < seconds:
+        times.append(time_call(call))
+    return min(times)
 
 
 def time_call(call: Callable[[], object]) -> float:
