@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from _rows import REPOSITORY, BenchmarkRow, Limit, announce, argument_parser, read_rows, write_rows
@@ -105,11 +106,13 @@ def compare(
             for row in read_rows(path):
                 found[name][row.topic, row.case, row.arm].append(row)
     before, after = found["before"], found["after"]
-    return [
+    pairs = [
         (summary(before[key], "before"), summary(after[key], "after", before[key]))
         for key in before
         if key in after
     ]
+    # Revisions may name one machine differently.
+    return [(replace(a, device_name=b.device_name), b) for a, b in pairs]
 
 
 def run_round(command: list[str], trees: dict[str, Path], rounds: Path, device: str) -> None:
