@@ -109,13 +109,15 @@ def graphs(draw, most: int, *, branches: bool):
                 again_row_seconds=draw(st.sampled_from([0.0, 1e-5])),
             )
         )
-    return operators, draw(st.sampled_from([1, 50, 1000]))
+    new = draw(st.sampled_from([(None, None), (1e9, 40e9)]))  # rates: of values over 31 MiB
+    return operators, draw(st.sampled_from([1, 50, 1000, 8000])), new
 
 
-def compare(operators, rows):
-    plan = chain(operators, rows, processor(), input_row_bytes=256)
+def compare(operators, rows, new=(None, None)):
+    rates = dict(zip(("new_bytes_per_second", "chunk_new_bytes_per_second"), new, strict=True))
+    plan = chain(operators, rows, processor(), input_row_bytes=256, **rates)
     graph = _ChainGraph(tuple(operators), rows, 256)
-    assert plan.cost == brute_force(graph, SegmentCosts(graph, processor(), 1))
+    assert plan.cost == brute_force(graph, SegmentCosts(graph, processor(), 1, new))
     ran = [at for segment in plan.segments for at in segment.operators]
     assert sorted(ran) == list(range(len(operators)))
     assert plan.predicted_seconds > 0
