@@ -40,7 +40,7 @@ from penstock.units import format_bytes, format_seconds
 Edge = Literal["spill", "stream", "fuse"]
 Features = Literal["mixed", "each", "product"]
 MOST_OPERATORS = 24  # beyond a chain; a graph with many branches takes exponential time
-KEPT_SHARE = 0.25  # of the values between products in blocks that a step keeps, not computed again
+KEPT_SHARE = 0.5  # of the values between products in blocks that a step keeps, not computed again
 _TICKS = 1e15  # for each second: sums of integers are the same in any order
 _WORTH = 0.25  # of the time with everything spilled, for keeping all of it out of memory
 REUSED_BYTES = 31 * 2**20  # of a value that malloc hands out again: glibc's largest threshold is 32

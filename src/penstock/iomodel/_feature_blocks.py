@@ -5,8 +5,8 @@ With x of all rows, and block j of the rows of V (first weight) and the columns 
     y = sum over j of f(x Vj^T + aj) Wj^T + b
 
 so a block needs its own part of the weights alone, and no weight is read twice; chunks of rows read
-all weights each. The backward pass computes the blocks again but for the first quarter of them,
-whose x Vj^T + aj is kept. With G the gradient of y, Hj that of x Vj^T + aj:
+all weights each. The backward pass computes the blocks again but for the first half of them, whose
+x Vj^T + aj is kept. With G the gradient of y, Hj that of x Vj^T + aj:
 
     Wj' = G^T f(.)     Hj = (G Wj) f'(.)     Vj' = Hj^T x     aj' = sum of Hj     x' = sum of Hj Vj
 """
@@ -158,7 +158,7 @@ class _BlockGradients:
     ) -> None:
         self._layers, self._rows, self._gradient = layers, rows, gradient
         self.of_rows = torch.zeros_like(rows) if needs_rows else None
-        self._buffers = layers.make_buffer(rows), layers.make_buffer(rows)
+        self._buffer = layers.make_buffer(rows)
         self._places: dict[int, Tensor] = {}
         self._added: set[int] = set()  # to gradients that were there before
         for layer in (layers.first, layers.last):
@@ -193,7 +193,7 @@ class _BlockGradients:
         """Add the gradients of a block."""
         layers, rows, gradient = self._layers, self._rows, self._gradient
         first, last = layers.first, layers.last
-        entered = layers.enter(rows, at, self._buffers[0]) if kept is None else kept
+        entered = layers.enter(rows, at, self._buffer) if kept is None else kept
         with torch.enable_grad():
             leaf = value = entered.detach().requires_grad_()
             for module in layers.middle:
@@ -203,11 +203,11 @@ class _BlockGradients:
             self._multiply(last.weight, of_last[:, at], gradient, value.detach())
         if self.of_rows is None and not {id(first.weight), id(first.bias)} & self._places.keys():
             return
-        buffer = _view_block(self._buffers[1], rows, at)
-        of_value = torch.mm(gradient, last.weight[:, at], out=buffer)
-        of_entered = of_value
+        edge = torch.autograd.graph.get_gradient_edge(value)
+        del value  # its gradient lies in its memory, if no function has saved it
+        of_entered = gradient @ last.weight[:, at]
         if layers.middle:
-            (of_entered,) = torch.autograd.grad(value, leaf, of_value)
+            (of_entered,) = torch.autograd.grad(edge, leaf, of_entered)
         of_first, of_bias = self._find(first.weight), self._find(first.bias)
         if of_first is not None:
             self._multiply(first.weight, of_first[at], of_entered, rows)
