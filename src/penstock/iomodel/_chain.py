@@ -42,7 +42,7 @@ Features = Literal["mixed", "each", "product"]
 MOST_OPERATORS = 24  # beyond a chain; a graph with many branches takes exponential time
 KEPT_SHARE = 0.5  # of the values between products in blocks that a step keeps, not computed again
 _TICKS = 1e15  # for each second: sums of integers are the same in any order
-_WORTH = 0.25  # of the time with everything spilled, for keeping all of it out of memory
+_WORTH = 0.4  # of the time with everything spilled, for keeping all of it out of memory
 REUSED_BYTES = 31 * 2**20  # of a value that malloc hands out again: glibc's largest threshold is 32
 _LEAST_BLOCK_BYTES = 4096  # of a row; products of fewer features are slower
 
