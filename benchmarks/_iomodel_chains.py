@@ -140,7 +140,7 @@ def main() -> None:
             return run_chain(
                 modules,
                 *operands,
-                plan=plan,
+                plan=None if options.chunk_rows or options.feature_blocks else plan,
                 chunk_rows=options.chunk_rows,
                 feature_blocks=options.feature_blocks,
                 accumulate=options.arm == ARMS[2],

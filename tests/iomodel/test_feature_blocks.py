@@ -105,13 +105,6 @@ class TestAccumulate:
         assert len(seen) == 1
         torch.testing.assert_close(seen[0], weight.grad)
 
-    def test_autograd_grad_does_not_find_them(self, options):
-        modules, x = layers(nn.GELU()), torch.randn(13, 12)
-        modules[0].weight.grad = torch.zeros_like(modules[0].weight)
-        found = run_chain(modules, x, **options, accumulate=True).sum()
-        with pytest.raises(RuntimeError, match="not have been used"):
-            torch.autograd.grad(found, modules[0].weight)
-
 
 @pytest.mark.parametrize("options", [{"feature_blocks": 4}, {"chunk_rows": 5}])
 def test_changed_weights_and_double_backward_are_refused(options):
@@ -186,7 +179,7 @@ def test_large_weights_between_products_are_planned_in_blocks():
     ]
     plan = chain(operators, 4096, processor(), input_row_bytes=16384)
     (segment,) = plan.segments
-    assert segment.feature_blocks == 8 and segment.chunk_rows == 4096
-    assert "4096 rows by 8 blocks" in str(plan)
+    assert segment.feature_blocks == 16 and segment.chunk_rows == 4096
+    assert "4096 rows by 16 blocks" in str(plan)
     unmarked = [dataclasses.replace(each, features="mixed") for each in operators]
     assert chain(unmarked, 4096, processor(), input_row_bytes=16384).cost > plan.cost

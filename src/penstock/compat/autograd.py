@@ -36,6 +36,19 @@ def count_node_hooks(parameter: torch.Tensor) -> int:
     return count
 
 
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Return whether the backward pass that this thread is in adds to a leaf's `.grad`.
+
+    It does not for those that `torch.autograd.grad` returns, or `backward(inputs=)` leaves out.
+    """
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # as it says of a leaf whose gradient `torch.autograd.grad` returns
+        return False
+
+
 def is_transformed() -> bool:
     """Return whether a transformation of `torch.func` or a forward-mode derivative is running."""
     return (

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.compat.modules import has_global_hooks
+
 Module = Callable[..., Tensor]
 
 _IN_PLACE: dict[type[nn.Module], Callable[[Any, Tensor], object]] = {
@@ -24,18 +26,20 @@ _IN_PLACE: dict[type[nn.Module], Callable[[Any, Tensor], object]] = {
     nn.LeakyReLU: lambda module, x: F.leaky_relu_(x, module.negative_slope),
 }
 
+_FORWARDS = {kind: kind.forward for kind in (nn.Linear, *_IN_PLACE)}
+
 
 def is_plain_linear(module: Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a linear layer whose call does nothing else."""
     if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
         return False
-    return not _has_hooks(module)
+    return _is_as_in_torch(module)
 
 
 def find_in_place(module: Module) -> Callable[[Tensor], object] | None:
     """Return what computes a module in place of its operand; None if it is not of each element."""
     found = _IN_PLACE.get(type(module))  # pyright: ignore[reportArgumentType]
-    if found is None or not isinstance(module, nn.Module) or _has_hooks(module):
+    if found is None or not isinstance(module, nn.Module) or not _is_as_in_torch(module):
         return None
     return lambda value: found(module, value)
 
@@ -47,9 +51,13 @@ def makes_new_value(module: Module) -> bool:
     return find_in_place(module) is not None and not getattr(module, "inplace", False)
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def _is_as_in_torch(module: nn.Module) -> bool:
+    """Return whether calling a module does what torch's own class does: no hooks, no patches."""
+    known = _FORWARDS.get(type(module))
+    if "forward" in module.__dict__ or type(module).forward is not known or has_global_hooks():
+        return False
     hooks = module._forward_hooks, module._forward_pre_hooks
-    return any((*hooks, module._backward_hooks, module._backward_pre_hooks))
+    return not any((*hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def run_fused(modules: Sequence[Module], value: Tensor, others: Sequence[Tensor]) -> Tensor:

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
 from penstock.iomodel._chain import ChainOperator, ChainPlan, Features, chain
-from penstock.iomodel._chain_checks import check_result
+from penstock.iomodel._chain_checks import check_result, refuse_buffer_changes
 from penstock.iomodel._feature_blocks import can_run_in_blocks
 from penstock.iomodel._levels import this_machine
+from penstock.iomodel._module_tensors import ModuleTensors
 from penstock.iomodel._modules import (
     Module,
     find_in_place,
@@ -32,7 +33,7 @@ from penstock.iomodel._modules import (
     is_plain_linear,
     makes_new_value,
 )
-from penstock.iomodel._row_chunks import reuse_memory
+from penstock.iomodel._row_chunks import reuse_memory, spare_leaf
 from penstock.iomodel._segment_runs import SegmentRuns
 from penstock.iomodel._timing import Line, time_best, time_call
 from penstock.memory import MachineProfile
@@ -47,8 +48,19 @@ _BACKWARD_VALUES = 1.5  # a backward pass reads a gradient and what was saved, a
 
 def flatten_rows(x: Tensor, row_args: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return rows of features, and the other arguments by row."""
+    if x.is_complex():
+        raise ValueError(
+            f"x is {x.dtype}, and chains run in real numbers; pass real and imag parts"
+        )
+    shape = x.shape[:-1]
+    for number, each in enumerate(row_args):
+        if each.shape[: len(shape)] != shape:
+            raise ValueError(
+                f"row_args[{number}] has the shape {tuple(each.shape)}, which does not begin with "
+                f"{tuple(shape)}, the rows of x; pass one with an entry for each row"
+            )
     rows = x.reshape(-1, x.shape[-1])
-    return rows, [each.reshape(len(rows), *each.shape[x.dim() - 1 :]) for each in row_args]
+    return rows, [each.reshape(len(rows), *each.shape[len(shape) :]) for each in row_args]
 
 
 def plan_chain(
@@ -68,13 +80,20 @@ def plan_chain(
         *row_args: Its other arguments.
         machine: Levels and rates; None: those of `penstock.probe`.
     """
-    plan, runs = _choose(modules, x, row_args, machine)
-    return runs.time(plan)
+    with keep_random_state(x.device):
+        plan, runs = _choose(modules, x, row_args, machine)
+        return runs.time(plan)
 
 
 def choose_chain(modules: Sequence[Module], x: Tensor, *row_args: Tensor) -> ChainPlan:
     """Return the plan of `plan_chain`, without runs of what it chooses."""
-    return _choose(modules, x, row_args, None)[0]
+    with keep_random_state(x.device):
+        return _choose(modules, x, row_args, None)[0]
+
+
+def keep_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context at whose end random numbers go on as if none had been drawn in it."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _choose(
@@ -91,7 +110,8 @@ def _choose(
     for number, module in enumerate(modules):
         extra = others if number == len(modules) - 1 else []
         measured = _ModuleRuns(module, [each[: len(value)] for each in extra], is_step)
-        operator, value, is_product = measured.describe(value, modules[:number])
+        with refuse_buffer_changes([module]):
+            operator, value, is_product = measured.describe(value, modules[:number])
         operators.append(operator)
         products |= {number} if is_product else set()
     if value.dim() == 0:  # gradients are computed beside the result, and nothing twice
@@ -160,11 +180,11 @@ class _ModuleRuns:
         self, rows: Tensor, before: Sequence[Module]
     ) -> tuple[ChainOperator, Tensor, bool]:
         """Return the module as an operator of a chain, its result, and whether it has products."""
-        with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        with torch.no_grad(), _ProductFinder() as products:
             result = self.module(rows, *self.others)
         check_result(self.module, result)
         row_bytes = max(1, result.nbytes // len(rows))
-        is_product = flops.get_total_flops() > 0
+        is_product = products.are_there
         most = _PRODUCT_BYTES if is_product else _CACHED_BYTES
         many = min(len(rows), max(_LEAST_ROWS, most // max(row_bytes, rows[:1].nbytes)))
         counts = max(1, many // 4), many
@@ -216,7 +236,6 @@ class _ModuleRuns:
 
     def _run_step(self, rows: Tensor, others: list[Tensor]) -> None:
         """Run forward and backward, as in a chunk."""
-        weights = find_parameters([self.module])
         if is_plain_linear(self.module):
             result = self.module(rows).detach()
             torch.mm(result, self.module.weight.detach())
@@ -224,13 +243,16 @@ class _ModuleRuns:
                 self._gradient.addmm_(result.t(), rows)
             return
         leaf = rows.detach().requires_grad_()
+        weights = find_parameters([self.module])
+        leaves = {id(each): each.detach().requires_grad_() for each in weights}
+        tensors = ModuleTensors([self.module], weights)
         with torch.enable_grad():
-            result = self.module(leaf, *others)
+            result = tensors.call(self.module, [spare_leaf(self.module, leaf), *others], leaves)
         if result.requires_grad:
             if result.shape not in self._seeds:
                 self._seeds[result.shape] = torch.ones_like(result)
             seed = self._seeds[result.shape]
-            torch.autograd.grad(result, [leaf, *weights], seed, allow_unused=True)
+            torch.autograd.grad(result, [leaf, *leaves.values()], seed, allow_unused=True)
 
     @functools.cached_property
     def _seeds(self) -> dict[torch.Size, Tensor]:
@@ -252,6 +274,21 @@ def _count_new_bytes(call: Callable[[], object]) -> float:
     with _NewBytes() as counted:
         call()
     return counted.num_bytes
+
+
+class _ProductFinder(TorchDispatchMode):
+    """A look-out for products of matrices, of which torch knows the operations.
+
+    `FlopCounterMode` counts these, but by hooks of all modules, with which none is plain.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_there = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.are_there |= func._overloadpacket in flop_registry
+        return func(*args, **(kwargs or {}))
 
 
 class _NewBytes(TorchDispatchMode):

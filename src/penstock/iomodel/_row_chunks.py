@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.compat.autograd import count_node_hooks, will_accumulate
 from penstock.iomodel._chain import REUSED_BYTES
 from penstock.iomodel._chain_checks import (
     forbid_second_derivative,
@@ -21,8 +23,11 @@ from penstock.iomodel._chain_checks import (
     refuse_random_numbers,
     run_some_rows,
 )
+from penstock.iomodel._module_tensors import ModuleTensors
 from penstock.iomodel._modules import Module, find_parameters, is_plain_linear, run_fused
 from penstock.memory import CachingAllocator
+
+adding_to_gradients = threading.RLock()  # that weights have: other threads may add to them, too
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,19 +66,25 @@ class ChunkedModules:
 
     def join(self, rows: Tensor, some: Tensor) -> Tensor:
         """Return the results of all chunks, as that of some rows is, or the sum of numbers."""
-        is_sum = some.dim() == 0
-        total = rows.new_zeros(()) if is_sum else some.new_empty(len(rows), *some.shape[1:])
-        for at, others in self.chunks(rows):
-            if is_sum:
+        if some.dim() == 0:
+            total = some.new_zeros((), dtype=find_sum_dtype(some))
+            for at, others in self.chunks(rows):
                 total = total + self.run(rows[at], others)
-            else:
-                total[at] = self.run(rows[at], others)
-        return total
+            return total.to(some.dtype)
+        result = some.new_empty(len(rows), *some.shape[1:])
+        for at, others in self.chunks(rows):
+            result[at] = self.run(rows[at], others)
+        return result
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         for first in range(0, len(rows), self.chunk_rows):
             at = slice(first, first + self.chunk_rows)
             yield at, [each[at] for each in self.others]
+
+
+def find_sum_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of sums over many parts: numbers of 16 bits would stop to grow."""
+    return torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
 
 
 @contextlib.contextmanager
@@ -88,13 +99,16 @@ def reuse_memory(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    allocator = CachingAllocator.instance()
-    if not allocator.acquire():
-        torch.empty(REUSED_BYTES, dtype=torch.uint8)
+    allocator, is_counted = CachingAllocator.instance(), False
     try:
+        is_installed = allocator.acquire()
+        is_counted = True
+        if not is_installed:
+            torch.empty(REUSED_BYTES, dtype=torch.uint8)
         yield
     finally:
-        allocator.release()
+        if is_counted:
+            allocator.release()
 
 
 def _run_in_chunks(segment: ChunkedModules, some: Tensor, rows: Tensor, *weights: Tensor) -> Tensor:
@@ -112,12 +126,12 @@ class _ChunkedSegment(torch.autograd.Function):
         """Run all chunks; of sums, with the gradients of all operands."""
         state = random_state(rows.device)
         ctx.segment, ctx.is_sum = segment, some.dim() == 0
-        ctx.weights = WeightVersions(weights)
+        ctx.tensors = ModuleTensors(segment.modules, weights)
         # The others are not read from there: a change of theirs in place is noticed.
         ctx.save_for_backward(rows, *segment.others)
         needed = ctx.needs_input_grad[2:]
         if ctx.is_sum and any(needed):
-            total, ctx.gradients = _sum_with_gradients(segment, rows, weights, needed)
+            total, ctx.gradients = _sum_with_gradients(segment, rows, ctx.tensors, needed)
         else:
             total = segment.join(rows, some)
         if not torch.equal(state, random_state(rows.device)):
@@ -127,160 +141,181 @@ class _ChunkedSegment(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the rows and the weights."""
-        (gradient,), operands = gradients, (ctx.saved_tensors[0], *ctx.weights.check())
-        with torch.no_grad(), reuse_memory(gradient.device):
-            found = _differentiate(ctx, operands, ctx.needs_input_grad[2:], gradient)
+        (gradient,), rows, device = gradients, ctx.saved_tensors[0], gradients[0].device
+        ctx.tensors.check()
+        with torch.no_grad(), reuse_memory(device), torch.autocast(device.type, enabled=False):
+            found = _differentiate(ctx, rows, ctx.needs_input_grad[2:], gradient)
         if torch.is_grad_enabled():  # create_graph=True
+            operands = gradient, rows, *ctx.tensors.weights
             found = [forbid_second_derivative(each, operands) for each in found]
         return None, None, *found
 
 
 def _differentiate(
-    ctx: Any, operands: Sequence[Tensor], needed: Sequence[bool], gradient: Tensor
+    ctx: Any, rows: Tensor, needed: Sequence[bool], gradient: Tensor
 ) -> list[Tensor | None]:
-    segment, (rows, *weights) = ctx.segment, operands
+    segment, tensors = ctx.segment, ctx.tensors
     if ctx.is_sum:
         # Given away, as the next owner may change them; a second pass computes them again.
         found, ctx.gradients = ctx.gradients, None
         if found is None:
-            _, found = _sum_with_gradients(segment, rows, weights, needed)
+            _, found = _sum_with_gradients(segment, rows, tensors, needed)
         if bool(gradient == 1):  # as of a loss, and not worth a copy of each
             return found
         return [None if each is None else each * gradient for each in found]
-    places = [find_gradient(each, segment.accumulates) for each in weights]
-    sums = GradientSums(rows, weights, needed, places)
+    places = [find_gradient(each, segment.accumulates) for each in tensors.weights]
+    sums = GradientSums(rows, tensors, needed, places)
     for at, others in segment.chunks(rows):
         sums.add(at, segment, others, gradient[at])
-    return sums.new_values
+    return sums.finish()
 
 
 def _sum_with_gradients(
-    segment: ChunkedModules, rows: Tensor, weights: Sequence[Tensor], needed: Sequence[bool]
+    segment: ChunkedModules, rows: Tensor, tensors: ModuleTensors, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the sum over all chunks, and the gradients of rows and weights."""
-    sums, total = GradientSums(rows, weights, needed), rows.new_zeros(())
+    sums, total, dtype = GradientSums(rows, tensors, needed), None, rows.dtype
     for at, others in segment.chunks(rows):
-        total = total + sums.add(at, segment, others, None)
-    return total, sums.values
-
-
-class WeightVersions:
-    """Weights as a forward pass used them.
-
-    The backward pass looks for them among the modules' own, so that they are kept as they are:
-    hooks on saved tensors may hand out copies.
-    """
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights = tuple(weights)
-        self._versions = [each._version for each in weights]
-
-    def check(self) -> tuple[Tensor, ...]:
-        """Return the weights.
-
-        Raises:
-            RuntimeError: One was changed in place since.
-        """
-        if [each._version for each in self._weights] != self._versions:
-            raise RuntimeError(
-                "a weight of the chain was changed in place between its forward and its backward "
-                "pass, which computes it again; call backward() before the optimizer's step"
-            )
-        return self._weights
+        part = sums.add(at, segment, others, None)
+        dtype, part = part.dtype, part.to(find_sum_dtype(part))
+        total = part if total is None else total + part
+    assert total is not None
+    return total.to(dtype), sums.finish()
 
 
 def find_gradient(weight: Tensor, accumulates: bool) -> Tensor | None:
     """Return the gradient that a weight has, if more may be added to it here; None if not.
 
-    Hooks of a weight are given its gradient, so that it has to be returned.
+    Hooks of a weight are given its gradient, so that it has to be returned, and so has one that
+    this backward pass does not add to `.grad`.
     """
-    if not accumulates or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if not accumulates or not weight.is_leaf or weight.grad is None:
         return None
-    return weight.grad
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks or count_node_hooks(weight):
+        return None
+    return weight.grad if will_accumulate(weight) else None
 
 
 class GradientSums:
-    """Gradients of rows, chunk by chunk, and of weights, added over the chunks.
-
-    Attributes:
-        values: By operand its gradient; None where it is not needed.
-        new_values: Those that were not there before.
-    """
+    """Gradients of rows, chunk by chunk, and of weights, added over the chunks."""
 
     def __init__(
         self,
         rows: Tensor,
-        weights: Sequence[Tensor],
+        tensors: ModuleTensors,
         needed: Sequence[bool],
         places: Sequence[Tensor | None] = (),
     ) -> None:
-        self._rows, self._weights, self._needed = rows, weights, needed
+        self._rows, self._tensors = rows, tensors
+        self._needs_rows = needed[0]
         self._anchor = torch.empty(0, requires_grad=any(needed[1:]))
-        of_rows = torch.empty_like(rows) if needed[0] else None  # every chunk writes its own
-        known = [of_rows, *(places or [None] * len(weights))]
-        self.values = [
-            (torch.zeros_like(each) if place is None else place) if need else None
-            for each, need, place in zip((rows, *weights), needed, known, strict=True)
-        ]
-        self.new_values = [of_rows] + [
-            each if place is None else None
-            for each, place in zip(self.values[1:], known[1:], strict=True)
-        ]
+        self._of_rows = torch.empty_like(rows) if needed[0] else None  # each chunk writes its own
+        wanted = zip(tensors.weights, needed[1:], strict=True)
+        self._wanted = {id(each): each for each, need in wanted if need}
+        weights = places or [None] * len(tensors.weights)
+        self._places = {
+            id(each): place
+            for each, place in zip(tensors.weights, weights, strict=True)
+            if place is not None and id(each) in self._wanted
+        }
+        self._leaves = {key: each.detach().requires_grad_() for key, each in self._wanted.items()}
+        self._sums = {key: self._make_sum(key) for key in self._wanted}
+
+    def _make_sum(self, key: int) -> Tensor:
+        place, weight = self._places.get(key), self._wanted[key]
+        dtype = find_sum_dtype(weight)
+        if place is not None and place.dtype == dtype:
+            return place
+        return torch.zeros_like(weight, dtype=dtype)
+
+    def finish(self) -> list[Tensor | None]:
+        """Return the gradients, but for those that were added to what was there before."""
+        found = [self._of_rows]
+        for weight in self._tensors.weights:
+            of_weight, place = self._sums.get(id(weight)), self._places.get(id(weight))
+            if place is not None and of_weight is not None and place is not of_weight:
+                with adding_to_gradients:
+                    place.add_(of_weight)
+            if of_weight is None or place is not None:
+                found.append(None)
+            else:
+                found.append(of_weight.to(weight.dtype))
+        return found
 
     def add(
         self, at: slice, segment: ChunkedModules, others: Sequence[Tensor], gradient: Tensor | None
     ) -> Tensor:
         """Add the gradients of a chunk, computed again, and return its result."""
         *firsts, last = segment.modules
-        needs_rows = self._needed[0]
         with torch.enable_grad():
-            rows = value = self._rows[at].detach().requires_grad_(needs_rows)
+            rows = value = self._rows[at].detach().requires_grad_(self._needs_rows)
             for module in firsts:
                 value = self._run(module, value, [])
             if gradient is not None and firsts and is_plain_linear(last):
                 self.add_linear(last, value.detach(), gradient)
-                gradient = gradient @ last.weight
+                gradient = gradient @ self.find_weight(last)
             else:
                 value = self._run(last, value, others)
-        wanted = [
-            each
-            for each, sums in zip(self._weights, self.values[1:], strict=True)
-            if sums is not None
-        ]
-        of_rows = self.values[0]
-        if not value.requires_grad:
-            if of_rows is not None:
-                of_rows[at] = 0
-            return value.detach()
-        operands = ([rows] if needs_rows else []) + wanted
-        anchors = [self._anchor] if wanted else []
-        graded = torch.autograd.grad(value, operands + anchors, gradient, allow_unused=True)
-        found = iter(graded[: len(operands)])
-        if of_rows is not None:
-            chunk = next(found)
-            of_rows[at] = 0 if chunk is None else chunk
-        for sums, each in zip((s for s in self.values[1:] if s is not None), found, strict=True):
-            if each is not None:
-                sums.add_(each)
+        if value.requires_grad:
+            self._add_gradients(at, rows, value, gradient)
+        elif self._of_rows is not None:
+            self._of_rows[at] = 0
         return value.detach()
+
+    def _add_gradients(
+        self, at: slice, rows: Tensor, value: Tensor, gradient: Tensor | None
+    ) -> None:
+        # A module that keeps its weights elsewhere, too, may have used them and not the leaves.
+        weights = {key: each for key, each in self._wanted.items() if each.requires_grad}
+        keys = [*self._leaves, *weights]
+        operands = [*self._leaves.values(), *weights.values()]
+        firsts = [rows] if self._needs_rows else []
+        anchors = [self._anchor] if self._wanted else []
+        graded = torch.autograd.grad(
+            value, firsts + operands + anchors, gradient, allow_unused=True
+        )
+        if self._of_rows is not None:
+            self._of_rows[at] = 0 if graded[0] is None else graded[0]
+        for key, each in zip(keys, graded[len(firsts) :], strict=False):
+            if each is not None:
+                with adding_to_gradients:
+                    self._sums[key].add_(each)
 
     def _run(self, module: Module, value: Tensor, others: Sequence[Tensor]) -> Tensor:
         """Run a module; a linear layer adds the gradients of its weights where they are summed."""
         if is_plain_linear(module) and not others:
             result: Any = _SummingLinear.apply(self, module, value, self._anchor)
             return result
-        return module(value, *others)
+        return self._tensors.call(module, [spare_leaf(module, value), *others], self._leaves)
+
+    def run_linear(self, module: nn.Linear, value: Tensor) -> Tensor:
+        """Return the output of a linear layer with its weights of the forward pass."""
+        bias = self._tensors.find(module, "bias")[1]
+        return torch.nn.functional.linear(value, self.find_weight(module), bias)
+
+    def find_weight(self, module: nn.Linear) -> Tensor:
+        """Return the weight of a linear layer in the forward pass."""
+        weight = self._tensors.find(module, "weight")[1]
+        assert weight is not None
+        return weight
 
     def add_linear(self, module: nn.Linear, value: Tensor, gradient: Tensor) -> None:
         """Add the gradients of a linear layer to the sums, without a matrix of their own."""
-        places = {id(each): at for at, each in enumerate(self._weights, 1)}
-        of_weight = self.values[places.get(id(module.weight), 0)]
-        if id(module.weight) in places and of_weight is not None:
-            of_weight.addmm_(gradient.t(), value)
-        if module.bias is not None and id(module.bias) in places:
-            of_bias = self.values[places[id(module.bias)]]
+        of_weight = self._sums.get(self._tensors.find(module, "weight")[0])
+        of_bias = self._sums.get(self._tensors.find(module, "bias")[0])
+        with adding_to_gradients:
+            if of_weight is not None and of_weight.dtype == value.dtype:
+                of_weight.addmm_(gradient.t(), value)
+            elif of_weight is not None:
+                of_weight.add_(gradient.t() @ value)
             if of_bias is not None:
-                of_bias.add_(gradient.sum(0))
+                of_bias.add_(gradient.sum(0, dtype=of_bias.dtype))
+
+
+def spare_leaf(module: Module, value: Tensor) -> Tensor:
+    """Return a value that a module may work on in place: a leaf of autograd must not change."""
+    is_changed = value.requires_grad and value.is_leaf and getattr(module, "inplace", False)
+    return value.clone() if is_changed else value
 
 
 class _SummingLinear(torch.autograd.Function):
@@ -295,12 +330,13 @@ class _SummingLinear(torch.autograd.Function):
         """
         ctx.sums, ctx.module = sums, module
         ctx.save_for_backward(value)
-        return torch.nn.functional.linear(value, module.weight, module.bias)
+        return sums.run_linear(module, value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the value, and add those of the weights."""
         (gradient,), (value,) = gradients, ctx.saved_tensors
         ctx.sums.add_linear(ctx.module, value, gradient)
-        needs_value = ctx.needs_input_grad[2]
-        return None, None, gradient @ ctx.module.weight if needs_value else None, None
+        if not ctx.needs_input_grad[2]:
+            return None, None, None, None
+        return None, None, gradient @ ctx.sums.find_weight(ctx.module), None

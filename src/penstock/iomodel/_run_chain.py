@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.iomodel._chain import ChainPlan
+from penstock.iomodel._feature_blocks import can_run_in_blocks
 from penstock.iomodel._levels import check_counts
 from penstock.iomodel._modules import Module
 from penstock.iomodel._plan_chain import choose_chain, flatten_rows
@@ -46,22 +47,26 @@ def run_chain(
             and end with, in place of chunks; None: as `plan` has it.
         plan: What `plan_chain` returned for such modules and rows; None: planned here.
         accumulate: Whether `backward()` adds to the weights' `.grad` chunk by chunk, where they
-            have one, which takes no memory for a gradient of its own. `torch.autograd.grad` finds
-            none of these weights then. Sums over rows, whose gradients are known before
-            `backward()`, do without.
+            have one, which takes no memory for a gradient of its own. An exception in the middle
+            of the pass leaves a part of them added. Sums over rows, whose gradients are known
+            before `backward()`, and passes that leave `.grad` alone (`torch.autograd.grad`,
+            `backward(inputs=)` without the weight) do without.
 
     Returns:
         The result, `(..., features)`, or the sum of the numbers.
 
     Raises:
         TypeError: A module's result is no tensor.
-        ValueError: No module, no row, autocast that is on, modules that do not run in blocks of
-            features, or a module that drew random numbers, does not work on each row alone, changes
-            its buffers, or uses tensors that need gradients and are no parameters of it.
+        ValueError: No module, no row, complex numbers, autocast that is on, arguments that do not
+            fit each other, modules that do not run in blocks of features, or a module that drew
+            random numbers, does not work on each row alone, changes its buffers or its first
+            operand, or uses tensors that need gradients and are no parameters of it.
+        RuntimeError: In the backward pass: weights, buffers or `training` have changed since.
     """
     rows, others = flatten_rows(x, row_args)
     check_counts(modules=len(modules), rows=len(rows))
     _refuse_autocast(x)
+    _check_choice(modules, others, plan, chunk_rows, feature_blocks)
     everything = tuple(range(len(modules)))
     if feature_blocks is not None:
         check_counts(feature_blocks=feature_blocks)
@@ -77,9 +82,38 @@ def run_chain(
     for at, count, blocks in segments:
         chosen = [modules[number] for number in at]
         extra = others if at[-1] == len(modules) - 1 else []
-        in_blocks = blocks if feature_blocks or blocks > 1 else None
+        # Modules of a plan have other hooks by now, where these do not run in blocks.
+        is_blocked = feature_blocks or (blocks > 1 and can_run_in_blocks(chosen))
+        in_blocks = blocks if is_blocked else None
         rows = make_segment(chosen, count, in_blocks, extra, accumulate)(rows)
     return rows.reshape(*x.shape[:-1], *rows.shape[1:]) if rows.dim() else rows
+
+
+def _check_choice(
+    modules: Sequence[Module],
+    others: Sequence[Tensor],
+    plan: ChainPlan | None,
+    chunk_rows: int | None,
+    feature_blocks: int | None,
+) -> None:
+    """Refuse arguments that do not go together."""
+    given = {"plan": plan, "chunk_rows": chunk_rows, "feature_blocks": feature_blocks}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} are given; each says how to run: pass one of them")
+    if feature_blocks is not None and others:
+        raise ValueError(
+            f"feature_blocks is {feature_blocks}, and the last module has {len(others)} other "
+            "arguments, which a linear layer does not take; pass chunk_rows"
+        )
+    if plan is None:
+        return
+    planned = sorted(at for each in plan.segments for at in each.operators)
+    if planned != list(range(len(modules))):
+        raise ValueError(
+            f"plan has {len(planned)} modules, and modules are {len(modules)}; pass what "
+            "plan_chain returned for these modules"
+        )
 
 
 def _refuse_autocast(x: Tensor) -> None:

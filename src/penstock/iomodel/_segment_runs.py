@@ -124,9 +124,9 @@ class SegmentRuns:
             return
         before = self.modules[: segment.operators[0]]
         leaf = rows.detach().requires_grad_(self.needs_rows or bool(find_parameters(before)))
-        weights = find_parameters(chosen)
         with torch.enable_grad():
             result = run(leaf)
-        operands = [each for each in (leaf, *weights) if each.requires_grad]
+        # One operand has all gradients computed, and no hook of the other weights called.
+        operands = [each for each in (leaf, *find_parameters(chosen)) if each.requires_grad][:1]
         if result.requires_grad and operands:
             torch.autograd.grad(result, operands, torch.ones_like(result), allow_unused=True)

@@ -113,14 +113,15 @@ class CachingAllocator:
             Whether torch uses it now. If not, `release` must be called all the same.
         """
         with self._lock:
-            self._num_acquired += 1
+            # Counted last: what interrupts the building leaves no user behind.
             library = self._prepare()
-            if library is None:
-                return False
-            if self._num_acquired == 1 and (problem := library.penstock_allocator_install()):
+            is_used = library is not None and self._num_acquired > 0
+            problem = None if library is None or is_used else library.penstock_allocator_install()
+            if problem:
                 self._give_up(problem.decode())
-                return False
-            return True
+                library = None
+            self._num_acquired += 1
+            return library is not None
 
     def release(self) -> None:
         """Take back one `acquire`; after the last one torch's own allocator serves new tensors.

@@ -1,0 +1,104 @@
+"""Parameters and buffers as a forward pass used them, for the backward pass that computes again.
+
+A module may have others by then: `torch.func.functional_call` swaps them for the time of a call,
+and users replace or freeze them. Tensors are kept as they are, not as saved ones: hooks on saved
+tensors may hand out copies, and a chain computes with the memory of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class TensorVersions:
+    """Tensors that share the memory of others, and notice changes of these in place."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._aliases = [None if each is None else each.detach() for each in tensors]
+        self._versions = self._find()
+
+    def _find(self) -> list[int]:
+        found = (each for each in self._aliases if each is not None)
+        return [each._version for each in found if not each.is_inference()]
+
+    def check(self) -> list[Tensor | None]:
+        """Return the tensors, without gradients.
+
+        Raises:
+            RuntimeError: One was changed in place since.
+        """
+        if self._find() != self._versions:
+            raise RuntimeError(
+                "a weight or a buffer of the chain was changed in place between its forward and "
+                "its backward pass, which computes it again; call backward() before the "
+                "optimizer's step"
+            )
+        return self._aliases
+
+
+class ModuleTensors:
+    """Parameters and buffers of modules at the time of a forward pass.
+
+    Attributes:
+        weights: Those that need gradients.
+    """
+
+    def __init__(self, modules: Sequence[Any], weights: Sequence[Tensor]) -> None:
+        self.weights = tuple(weights)
+        self._named: dict[int, dict[str, Tensor]] = {}
+        self._training: list[tuple[nn.Module, bool]] = []
+        for module in modules:
+            if isinstance(module, nn.Module):
+                self._training += [(each, each.training) for each in module.modules()]
+                self._named[id(module)] = dict(
+                    [
+                        *module.named_parameters(remove_duplicate=False),
+                        *module.named_buffers(remove_duplicate=False),
+                    ]
+                )
+        known = {id(each): each for named in self._named.values() for each in named.values()}
+        self._versions = TensorVersions(list(known.values()))
+        aliases = zip(known, self._versions.check(), strict=True)
+        self._aliases = {key: each for key, each in aliases if each is not None}
+
+    def check(self) -> None:
+        """Refuse modules that would compute something else by now.
+
+        Raises:
+            RuntimeError: A weight or a buffer was changed in place since, or a module was switched
+                between `train()` and `eval()`.
+        """
+        self._versions.check()
+        for module, was_training in self._training:
+            if module.training is not was_training:
+                raise RuntimeError(
+                    f"{type(module).__name__} of the chain was switched between train() and eval() "
+                    "between its forward and its backward pass, which computes it again; call "
+                    "backward() first"
+                )
+
+    def find(self, module: nn.Module, name: str) -> tuple[int, Tensor | None]:
+        """Return the identity of a module's own tensor then, and its alias without gradients."""
+        tensor = self._named[id(module)].get(name)
+        return id(tensor), None if tensor is None else self._aliases[id(tensor)]
+
+    def call(self, module: Any, args: Sequence[Tensor], leaves: Mapping[int, Tensor]) -> Tensor:
+        """Call a module with its tensors of then.
+
+        Args:
+            module: The module.
+            args: Its arguments.
+            leaves: What stands in place of tensors, by their identity: gradients are theirs, and
+                no hook of a weight is called.
+        """
+        named = self._named.get(id(module))
+        if not named or isinstance(
+            module, torch.jit.ScriptModule
+        ):  # whose tensors cannot be swapped
+            return module(*args)
+        used = {name: leaves.get(id(each), self._aliases[id(each)]) for name, each in named.items()}
+        return torch.func.functional_call(module, used, tuple(args))
