@@ -248,3 +248,14 @@ def test_long_calls_gather_group_after_group(
         )
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     model.pool.close()
+
+
+@pytest.mark.parametrize("length", [BLOCK, 1])
+@pytest.mark.parametrize("num_blocks", [4, 7, 10, 12])
+def test_blocks_that_follow_a_group_that_was_not_full(store: Path, num_blocks: int, length: int):
+    """What was read ahead ends within a buffer where a layer has had no more blocks by then."""
+    model = Model(store, budget=num_blocks * LAYERS * HEADS * RECORD_BYTES)
+    for _ in range(8 * BLOCK // length):
+        model.step(length)
+    model.check_bytes()
+    model.pool.close()

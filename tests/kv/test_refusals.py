@@ -296,3 +296,66 @@ def test_selectors_that_name_no_block():
     with make_cache(model, selector=lambda q, layer, pool: torch.full((1, 2, 1), 99)) as cache:
         with pytest.raises(ValueError, match="99"):
             generate(model, prompt, 3, past_key_values=cache)
+
+
+def test_attention_weights_that_a_model_would_leave_out():
+    """OPT's layers do not say that they are asked for."""
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 32}
+    settings = transformers.OPTConfig(
+        vocab_size=89, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0, **sizes
+    )
+    model, prompt = transformers.OPTForCausalLM(settings).eval(), make_prompt(40)
+    with make_cache(model) as cache, pytest.raises(PenstockError, match="output_attentions"):
+        generate(model, prompt, 4, past_key_values=cache, output_attentions=True)
+
+
+def test_drafts_on_a_cache_that_holds_tokens():
+    model, prompt = make_model("llama"), make_prompt(40, batch_size=1)
+    with make_cache(model) as cache:
+        sequences = generate(model, prompt, 4, past_key_values=cache).sequences
+        for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": model}):
+            with pytest.raises(ValueError, match=f"{next(iter(options))} is set.* 43 tokens"):
+                generate(model, {"input_ids": sequences}, 4, past_key_values=cache, **options)
+
+
+def test_a_model_that_leaves_its_cache():
+    settings = transformers.Phi3Config(
+        vocab_size=89,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=None,
+        bos_token_id=1,
+    )
+    model = transformers.Phi3ForCausalLM(settings).eval()
+    with make_cache(model) as cache:
+        generate(model, make_prompt(40, batch_size=1), 9, past_key_values=cache)
+    for length in (60, 100):
+        with make_cache(model) as cache, pytest.raises(PenstockError, match="left past_key_values"):
+            generate(model, make_prompt(length, batch_size=1), 9, past_key_values=cache)
+
+
+@pytest.mark.parametrize("block_tokens", ["64", 2.5, True])
+def test_blocks_of_no_number(block_tokens):
+    with pytest.raises(TypeError, match="block_tokens must be a whole number"):
+        penstock.kv.cache(make_model("llama"), device_memory="1MiB", block_tokens=block_tokens)
+
+
+def test_selectors_of_other_caches_and_classes():
+    model = make_model("llama")
+    with pytest.raises(TypeError, match="selector is the class Nosa; pass an object"):
+        make_cache(model, selector=penstock.kv.Nosa)
+    selector = penstock.kv.Nosa(share=0.5)
+    for batch_size in (2, 1):
+        with make_cache(model, "1MiB", selector=selector) as cache:
+            prompt = make_prompt(80, batch_size=batch_size)
+            if batch_size == 2:
+                generate(model, prompt, 2, past_key_values=cache)
+                continue
+            with pytest.raises(ValueError, match="make a selector for each cache"):
+                generate(model, prompt, 2, past_key_values=cache)

@@ -72,3 +72,21 @@ def test_after_a_reset_there_may_be_other_sequences(selector: str, first: int, t
         generate(model, make_prompt(300, batch_size=first), 8, past_key_values=cache)
         cache.reset()
         assert_same(generate(model, prompt, 8, past_key_values=cache), fresh)
+
+
+@pytest.mark.parametrize("selector", ["nosa", "accumulated"])
+@pytest.mark.parametrize("slots", [10, 16, 30])
+def test_fewer_sequences_in_a_full_budget(selector: str, slots: int):
+    """What the selector has taken from the slots does not come back with the sequences that go."""
+    model = make_model("gpt2")
+    budget = slots * cache_bytes(model, 4)
+    with (
+        penstock.kv.cache(model, device_memory=budget, block_tokens=4, selector=selector) as cache,
+        torch.inference_mode(),
+    ):
+        for length in (64, 15, 18):
+            model(input_ids=torch.randint(3, 80, (2, length)), past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([1]))
+        for length in (1, 40):
+            model(input_ids=torch.randint(3, 80, (1, length)), past_key_values=cache)
+        assert cache.get_seq_length() == 138

@@ -86,12 +86,11 @@ class DeviceTier:
 
     def room(self, layout: BlockLayout) -> int:
         """Return how many more records the budget has room for."""
-        if self.platform.is_lazy:
-            return max(0, self._left_bytes) // layout.record_bytes
-        residents = self._of(layout)
-        residency, slots = residents.residency, residents.slots
-        most = min(self._most_slots(slots), residency.num_slots)
-        return max(0, most - residency.num_resident)
+        residency, slots = self._of(layout).residency, self._of(layout).slots
+        num_free = residency.num_slots - residency.num_resident
+        if self.platform.is_lazy:  # slots that a selector took out of use do not come back
+            return min(max(0, self._left_bytes) // layout.record_bytes, num_free)
+        return max(0, min(num_free, self._most_slots(slots) - residency.num_resident))
 
     def _most_slots(self, slots: SlotMemory) -> int:
         """Return how many slots whole slabs within the budget have."""

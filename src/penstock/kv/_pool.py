@@ -89,6 +89,8 @@ class BlockPool(Owner):
         self.platform = make_platform(device)
         if recompute is not None and self.platform.has_staging:
             raise PenstockError(f"recompute= is for pools on the CPU; leave it out on {device}")
+        if not isinstance(block_tokens, int) or isinstance(block_tokens, bool):
+            raise TypeError(f"block_tokens must be a whole number; got {block_tokens!r}")
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1; got {block_tokens}")
         self.block_tokens = block_tokens

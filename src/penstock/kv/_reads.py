@@ -95,6 +95,15 @@ class _FileReads:
         some = slice(self._num_started, self._num_started + self._per_buffer)
         return self.records[some], self._stored[some]
 
+    def count_fitting(self, groups: list[_Group]) -> int:
+        """Return how many first groups have all records of those that would be started next."""
+        at = 0
+        for number, group in enumerate(groups):
+            at += len(group.records)
+            if at != min((number + 1) * self._per_buffer, len(self.records)):
+                return number
+        return len(groups)
+
     def start(self, group: _Group) -> None:
         """Add a group, whose reads were started."""
         self.groups.append(group)
@@ -329,12 +338,15 @@ class BlockReads:
         """Return a plan to read records, some of which were read ahead where they are the same."""
         plan = self._plan(layout, records)
         if self._ahead is not None:
-            groups = self._ahead.groups
-            ahead = np.concatenate([group.records for group in groups])
+            ahead = np.concatenate([group.records for group in self._ahead.groups])
             if self._ahead.layout == layout and np.array_equal(records[: len(ahead)], ahead):
-                self._ahead = None
-                for group in groups:
+                groups, self._ahead = self._ahead.groups, None
+                # A last group is not full where a block follows that was not there then.
+                num_fitting = plan.count_fitting(groups)
+                for group in groups[:num_fitting]:
                     plan.start(group)
+                for group in groups[num_fitting:]:
+                    self._discard(group)
             else:
                 self.drop_ahead()
         return plan

@@ -65,6 +65,8 @@ def resolve_selector(selector: object) -> Selector | None:
             names = ", ".join(["'all'", *map(repr, _NAMED)])
             raise ValueError(f"selector must be one of {names} or an object; got {selector!r}")
         return _NAMED[selector](share=_SHARE)
+    if isinstance(selector, type):
+        raise TypeError(f"selector is the class {selector.__name__}; pass an object of it")
     if type(selector).__module__.startswith(Window.__module__.rpartition(".")[0]):
         assert isinstance(selector, Selector)
         return selector

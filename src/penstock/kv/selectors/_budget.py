@@ -178,6 +178,11 @@ class BlockSummaries:
         self.check_first(layer, first_block)
         end = first_block + parts[0].shape[2]
         room = self._room.get(layer)
+        if room is not None and room[0].shape[:2] != parts[0].shape[:2]:
+            raise ValueError(
+                f"the selector holds {room[0].shape[0]} sequences of layer {layer}, and is shown "
+                f"{parts[0].shape[0]}; make a selector for each cache"
+            )
         if room is None or room[0].shape[2] < end:
             # The first time (the prefill) no more than needed, later twice as much.
             size = end if room is None else max(end, 2 * room[0].shape[2])

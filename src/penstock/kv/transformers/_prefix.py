@@ -21,6 +21,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from penstock.errors import PenstockError
 from penstock.kv._prefix_file import PrefixFile
 
 # Entries of configurations that change no key and no value.
@@ -223,11 +224,13 @@ def watch_calls(model: PreTrainedModel) -> None:
         _check_call(self, cache, args, options)
         length = cache.get_seq_length()
         try:
-            return inner(self, *args, **options)
+            result = inner(self, *args, **options)
         except BaseException as error:
             if cache.get_seq_length() != length:
                 cache.pool.fail(error)
             raise
+        _check_arrival(self, cache, result, options)
+        return result
 
     generate.__dict__["is_watching"] = True
     model.__dict__["generate"] = types.MethodType(generate, model)
@@ -242,6 +245,12 @@ def _check_call(
             "use_cache=False: every step would add all tokens to past_key_values again; leave one "
             "of them out"
         )
+    if options.get("output_attentions", getattr(given, "output_attentions", None)):
+        raise PenstockError(
+            "output_attentions=True: attention over a penstock.kv.cache has no weights to return; "
+            "leave it out, or use another cache"
+        )
+    _check_assistance(cache, given, options)
     mask = options.get("attention_mask")
     if model.config.is_encoder_decoder:
         own_mask = options.get("decoder_attention_mask")
@@ -250,6 +259,42 @@ def _check_call(
     elif options.get("inputs_embeds") is None:
         cache.check_prompt(
             options.get("input_ids", args[0] if args else options.get("inputs")), mask
+        )
+
+
+def _check_assistance(cache: Any, given: Any, options: dict[str, Any]) -> None:
+    """Refuse drafts of tokens on a cache that holds some: Transformers would append these again."""
+    named = {
+        name: options.get(name, getattr(given, name, None))
+        for name in ("prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit")
+    }
+    names = [name for name, value in named.items() if value is not None]
+    if names and cache.get_seq_length():
+        raise ValueError(
+            f"{names[0]} is set, and the cache holds {cache.get_seq_length()} tokens, which "
+            "Transformers' assisted decoding would append once more; leave it out, or reset() the "
+            "cache and pass all tokens"
+        )
+
+
+def _check_arrival(
+    model: PreTrainedModel, cache: Any, result: Any, options: dict[str, Any]
+) -> None:
+    """Raise `PenstockError` if tokens of a call are in another cache.
+
+    Phi-3 takes one of its own where the prompt is longer than its first scaling of positions.
+    """
+    sequences = getattr(result, "sequences", result)
+    if model.config.is_encoder_decoder or options.get("inputs_embeds") is not None:
+        return
+    if not isinstance(sequences, torch.Tensor) or sequences.dim() != 2:
+        return
+    num_tokens = sequences.shape[1] - 1  # the last one was not computed with yet
+    if cache.get_seq_length() < num_tokens:
+        raise PenstockError(
+            f"{type(model).__name__} left past_key_values for a cache of its own: "
+            f"{cache.get_seq_length()} of {num_tokens} tokens are in the one given, and the others "
+            "were beyond its budget; shorten the prompt, or call the model without a cache"
         )
 
 
