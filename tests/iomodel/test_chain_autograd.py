@@ -198,6 +198,14 @@ def test_modules_that_work_in_place(options):
         run_chain([lambda value: value.mul_(2)], rows(), chunk_rows=5)
 
 
+def test_a_first_module_that_works_in_place_without_gradients():
+    x = rows().detach()
+    expected = 2 * x
+    with torch.no_grad():
+        found = run_chain([lambda value: value.mul_(2), nn.Identity()], x, chunk_rows=5)
+    assert torch.equal(found, expected) and torch.equal(x, expected)  # as the modules do
+
+
 @BOTH
 def test_patched_layers_compute_what_they_are_patched_to(options):
     modules = layers()

@@ -40,11 +40,12 @@ def run_some_rows(
     """
     at = torch.linspace(0, len(rows) - 1, min(_NUM_ROWS, len(rows)), device=rows.device).long()
     some, of_some = rows.detach()[at], [each[at] for each in others]
-    state, version = random_state(rows.device), _version(some)
+    given = some.clone()  # which a module may change in place
+    state, version = random_state(rows.device), _version(given)
     with refuse_buffer_changes(modules):
-        result = run(some, of_some)
+        result = run(given, of_some)
     check_result(modules[-1], result)
-    if torch.is_grad_enabled() and _version(some) != version:
+    if torch.is_grad_enabled() and _version(given) != version:
         raise ValueError(
             "a module of the chain changes x in place, and would do so again in the backward "
             "pass; begin the chain after it, or with inplace=False"
