@@ -11,8 +11,8 @@ import json
 import re
 from pathlib import Path
 
-NEEDED = ("highspy", "platformdirs", "peft")
-"""Requirements that a machine with torch, Triton and Transformers may lack; as wheels."""
+NEEDED = ("highspy", "platformdirs", "peft", "transformers")
+"""Requirements that a machine with torch and Triton may lack, or have too old; as wheels."""
 
 _PLAN = ("highspy",)
 _TESTS = ("-p", "no:cacheprovider", "--continue-on-collection-errors", "-q")

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from _planned import everything, plan_within, trainee
+from _planned import OPTIMIZERS, everything, plan_within, trainee
 from _steps import differences
 from _zoo import CASES
+from test_host_values import HostValues
 from penstock.errors import NonFiniteLossError
 from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
@@ -31,9 +32,9 @@ def there(value: Any) -> Any:
 
 
 def trainee_there(case: str, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, stepper = trainee(CASES[case], optimizer)
+    model, _ = trainee(CASES[case], optimizer)
     model.cuda()
-    return model, type(stepper)(model.parameters(), **stepper.defaults)
+    return model, OPTIMIZERS[optimizer](model.parameters())
 
 
 def graph_there(case: str, optimizer: str) -> StepGraph:
@@ -82,6 +83,29 @@ def test_the_bits_are_those_of_eager_training(case, tier, debug, store):
     assert differences(expected, everything(model, stepper, losses), "") == []
     assert sum(report.moved_bytes.values()) > 0
     assert (report.num_recorded > 0) == (not debug)
+
+
+def test_what_the_step_makes_on_the_cpu_is_as_in_eager_training():
+    def train(planned: bool) -> Any:
+        torch.manual_seed(0)
+        model, batch = HostValues().cuda(), torch.randn(4, 64, device="cuda")
+        stepper = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if not planned:
+            losses = []
+            for _ in range(NUM_STEPS):
+                stepper.zero_grad()
+                loss = model(batch)
+                loss.backward()
+                stepper.step()
+                losses.append(loss.detach())
+            return everything(model, stepper, losses)
+        graph = capture(model, stepper, batch)
+        full = plan(graph, machine="h200", time_limit=1)
+        found = plan_within(graph, full.peak_device_bytes // 2, "host", machine="h200")
+        with bind(found, model, stepper, graph=graph) as step:
+            return everything(model, stepper, [step(batch) for _ in range(NUM_STEPS)])
+
+    assert differences(train(False), train(True), "") == []
 
 
 def test_memory_is_the_plan():

@@ -110,7 +110,7 @@ class UNet(nn.Module):
 
 
 def _classes(output: torch.Tensor, batch: object) -> torch.Tensor:
-    return F.cross_entropy(output, torch.tensor([1, 3]))
+    return F.cross_entropy(output, torch.tensor([1, 3], device=output.device))
 
 
 def _tokens(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def make_cache(model: Any, budget: int | str = "64KiB", **options: Any) -> Any:
     return penstock.kv.cache(model, device_memory=budget, block_tokens=16, **options)
+
+
+def test_an_older_transformers():
+    code = (
+        "from transformers import cache_utils\ndel cache_utils.DummyLayer\n"
+        "from penstock import kv\nkv.BlockPool\ntry:\n    kv.cache\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "need Transformers 5.23 or later (pip install --upgrade" in done.stdout
 
 
 def test_gradients():

@@ -163,7 +163,9 @@ def test_add_is_in_the_order_of_the_index_and_so_the_same_each_time(dtype, alpha
     expected = content.clone()
     for at, row in enumerate(index.tolist()):
         expected[row] += rows[at] * alpha
-    torch.testing.assert_close(found[0], expected)
+    # The CPU, which adds staged rows, may round a product and its sum at once.
+    tolerance = {"rtol": 1e-5, "atol": 1e-4} if method == "staged" and dtype.itemsize == 4 else {}
+    torch.testing.assert_close(found[0], expected, **tolerance)
     if alpha == 1:
         assert same_bits(found[0], expected)
 
@@ -395,8 +397,10 @@ def test_asynchronous_gathers_are_the_rows(method):
 def test_waiting_does_not_block_the_host():
     u = unify(torch.ones(1000, 16))
     stream = torch.cuda.Stream()
+    u.gather_rows_async(torch.arange(1000), stream=stream).wait()  # the kernel is compiled
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(1_000_000_000)
+        torch.cuda._sleep(2_000_000_000)
     pending = u.gather_rows_async(torch.arange(1000), stream=stream)
     rows = pending.wait() * 2
     assert not pending.done()  # the host is here, the rows are not
@@ -464,7 +468,7 @@ def test_hot_rows_are_read_from_the_gpu_and_stay_right(scores, method):
         if step % 10 == 6:
             u[index] = torch.randn(500, 33)
         if step % 10 == 9:
-            u.mul_(torch.full((), 0.5, device="cuda"))
+            u.mul_(torch.full((), 0.5, device="cpu" if method == "staged" else "cuda"))
     report = u.report()
     assert report.method == method and report.cache_bytes == 65536
     assert report.num_cache_misses > 0 and report.num_cache_hits > 0.2 * report.num_cache_misses
@@ -569,5 +573,6 @@ def test_operators_are_what_they_say():
     out = torch.zeros(3, 6, device="cuda")
     first = torch.full((), torch.iinfo(torch.int64).max, device="cuda")
     tests = ("test_schema", "test_faketensor")
-    arguments = (u.cpu(), index, out, None, first, False, True, 0)
+    table = u._table.device_table(CUDA).alias()  # of which the schema's test makes copies
+    arguments = (table, index, out, None, first, False, True, 0)
     torch.library.opcheck(device_rows.copy_rows, arguments, test_utils=tests)

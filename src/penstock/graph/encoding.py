@@ -128,6 +128,7 @@ def random_state(generator: str = "cpu") -> torch.Tensor:
 
 def set_random_state(state: torch.Tensor, generator: str = "cpu") -> None:
     """Run `SET_RNG_STATE`."""
+    state = state.detach().cpu().clone()  # torch reads a storage from its first byte
     if generator == "cuda":
         torch.cuda.set_rng_state(state)
     else:

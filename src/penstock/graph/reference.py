@@ -109,7 +109,8 @@ class ReferenceRun:
             captured = self._graph.captured
             if captured is not None and operator.name in captured.outside:
                 return captured.outside[operator.name].detach().clone()
-            return make(operator.target, args, view, self._device)
+            device = torch.device("cpu") if self._graph.is_on_host(view) else self._device
+            return make(operator.target, args, view, device)
         return resolve(operator.target)(*args, **kwargs)
 
     def _keep(self, operator: Operator, view: TensorView, result: torch.Tensor) -> None:

@@ -159,6 +159,6 @@ def make_layers(
         ),
         "many pieces": layer(
             *(80, 20, 35, (8, 4)), [(0, 0, 70, 0), (1, 70, 80, 0)], (0.2, 0.1),
-            tiles={"gradient_rows": 4, "added": 64},
+            tiles={"gradient_rows": 4 if device == "cpu" else 16, "added": 64},
         ),
     }  # fmt: skip

@@ -35,7 +35,7 @@ def test_nothing_imports_triton_before_a_gpu_is_used():
 
 
 def record_launches(
-    dtype: torch.dtype, adapter_dtype: torch.dtype, ranks: tuple[int, ...]
+    dtype: torch.dtype, adapter_dtype: torch.dtype, ranks: tuple[int, ...], **options: Any
 ) -> list[Any]:
     """The launches of a layer, forward and backward, without those that are alike."""
     from lora_layers import Layer
@@ -46,8 +46,9 @@ def record_launches(
         (0.1,) * len(ranks), torch.arange(300), dtype, adapter_dtype,
     )  # fmt: skip
     found: list[Any] = []
-    _, s = forward(layer.x, layer.weight, layer.bias, layer.adapters, layer.rows, run=found.append)
-    backward(layer.dy, layer.x, layer.weight, s, layer.adapters, layer.rows, run=found.append)
+    options["run"] = found.append
+    _, s = forward(layer.x, layer.weight, layer.bias, layer.adapters, layer.rows, **options)
+    backward(layer.dy, layer.x, layer.weight, s, layer.adapters, layer.rows, **options)
     return list({(each.kernel.__name__, str(each.constants)): each for each in found}.values())
 
 
@@ -75,6 +76,18 @@ def test_kernels_compile_without_spills(dtype, adapter_dtype, ranks, target):
             instruction = {"sm_90": "wgmma", "gfx942": "mfma"}[target]
             assert instruction in text, name
     assert len(seen) == 6
+
+
+@needs_triton
+def test_the_base_product_compiles_with_a_table_of_its_tiles():
+    """The interpreter has no types that a variable would have to keep."""
+    from penstock.iomodel import TileOrder
+
+    launches = record_launches(BRAIN, BRAIN, (16,), tile_order=TileOrder(name="morton"))
+    with_table = [each for each in launches if each.constants.get("HAS_TILE_TABLE")]
+    assert len(with_table) == 2  # forward and backward
+    for launch in with_table:
+        compile_well(launch, "sm_90")
 
 
 # ---------------------------------------------------------------------- refusals

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import types
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
@@ -482,7 +483,9 @@ def test_auto_takes_triton_on_a_gpu_and_does_not_synchronise(large_graph):
 
     build = inspect.unwrap(_tables.cut_tiles)
     assert any(key[0] is build for key in graph.__dict__["_built"])
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # it is no finished feature of torch
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         function(graph, *arguments).sum().backward()
     finally:

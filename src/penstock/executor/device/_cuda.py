@@ -188,8 +188,8 @@ class CudaDevice(Device):
     def set_random_state(self, state: torch.Tensor) -> None:
         """Set the states of both generators."""
         of_device = state.numel() - torch.get_rng_state().numel()
-        torch.cuda.set_rng_state(state[:of_device], self.device)
-        torch.set_rng_state(state[of_device:])
+        torch.cuda.set_rng_state(state[:of_device].clone(), self.device)
+        torch.set_rng_state(state[of_device:].clone())  # torch reads a storage from its first byte
 
     def run_timed(self, calls: Sequence[Callable[[], object]], ends_ns: list[int]) -> None:
         """Make calls with an event behind each; the kernels of a call count as its time."""

@@ -198,7 +198,7 @@ class PlanMemory:
         self._layout = layout
         self._views: dict[tuple[object, ...], torch.Tensor] = {}
         self._storages: dict[tuple[Tier, int, int], torch.Tensor] = {}
-        self._unplanned: dict[int, torch.Tensor] = {}  # by storage
+        self._unplanned: dict[tuple[int, torch.device], torch.Tensor] = {}  # by storage
 
     def block_of(self, tier: Tier) -> TierBlock:
         """Return the block of a tier that the plan uses."""
@@ -277,12 +277,13 @@ class PlanMemory:
         return _make_view(self._storage_at(Tier.DEVICE, offset, view.value), 0, view)
 
     def view_unplanned(self, view: TensorView) -> torch.Tensor:
-        """Return a view of a value of no planned bytes."""
-        storage = self.storage_of(view)
+        """Return a view of a value of no planned bytes: in host memory, or without elements."""
+        device = torch.device("cpu") if self.graph.is_on_host(view) else self.device
+        key = (self.storage_of(view), device)
         needed = max(8, view.end * dtype_from_name(view.dtype).itemsize)
-        memory = self._unplanned.get(storage)
+        memory = self._unplanned.get(key)
         if memory is None:
-            memory = self._unplanned[storage] = torch.zeros(needed, dtype=torch.uint8)
+            memory = self._unplanned[key] = torch.zeros(needed, dtype=torch.uint8, device=device)
         elif memory.untyped_storage().nbytes() < needed:
             memory.untyped_storage().resize_(needed)  # its views share it and stay valid
         return _make_view(memory, 0, view)

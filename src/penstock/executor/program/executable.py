@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.compat.autograd import set_grad_enabled
+from penstock.compat.dispatch import tree_leaves
 from penstock.executor.device.base import Device
 from penstock.executor.device.links import ThreadLink
 from penstock.executor.memory.blocks import PlanMemory
@@ -61,8 +62,8 @@ class Executable:
         first: The calls of the first step, which compare results with those of fake kernels.
         positions: For each call its position.
         stages: For each call the stage of its boundary.
-        plain: For each call whether it is an operator whose arguments are the same in all steps,
-            and which neither draws random numbers, reads results on the CPU, nor waits for ranks.
+        plain: For each call whether it is an operator whose arguments are the same in all steps and
+            all on the device, and which neither draws random numbers nor waits for ranks.
         random: Whether operators draw random numbers.
     """
 
@@ -204,7 +205,16 @@ class _Compiler:
             position,
             BoundaryStage.RUNNING,
             first=check_results(operator, call, bindings.results),
-            is_plain=not (is_live or target in _IMPURE),
+            is_plain=not (is_live or target in _IMPURE or self._uses_host(operator, bindings)),
+        )
+
+    def _uses_host(self, operator: Operator, bindings: Bindings) -> bool:
+        """Return whether a GPU's operator reads or writes host memory, which no recording sees."""
+        if self._memory.device.type == "cpu":
+            return False
+        leaves = tree_leaves((bindings.args, bindings.kwargs, bindings.results))
+        return operator.target == CONSTANT or any(
+            isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in leaves
         )
 
     def _bind_arguments(self, operator: Operator, position: int) -> Bindings:

@@ -24,6 +24,12 @@ class DraftStorage:
     current: int
     handle: torch.UntypedStorage | None  # kept, so that no other storage gets its identity
     is_half: bool = False
+    is_on_host: bool = False  # of a step on a GPU: it has no bytes there
+
+    @property
+    def real_bytes(self) -> int:
+        """Its bytes, wherever they are."""
+        return self.num_bytes if self.handle is None else self.handle.nbytes()
 
 
 @dataclass(slots=True)

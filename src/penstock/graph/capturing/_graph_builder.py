@@ -175,10 +175,16 @@ class _GraphBuilder:
             **counts._asdict(),
             random=draft.random,
             recomputable=not (draft.side_effect or draft.target == GET_RNG_STATE)
-            and (not persistent or draft.target in _BATCH_NORMS),
+            and (not persistent or draft.target in _BATCH_NORMS)
+            and not any(self._is_lost_on_host(value) for value in draft.needs),
             recompute_target=recompute_target,
             recompute_args=(*args[:3], None, None, *args[5:]) if recompute_target else None,
         )
+
+    def _is_lost_on_host(self, value: int) -> bool:
+        """Return whether a value is written over later, of a storage that no plan copies."""
+        storage = self._table.of_value(value)
+        return storage.is_on_host and storage.current != value
 
     def view(self, view: TensorView) -> TensorView:
         """Return a view of the new value; of an inlined number that of its tensor."""

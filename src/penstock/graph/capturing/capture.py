@@ -230,13 +230,14 @@ class _Tracer:
 
     def begin(self) -> tuple[Recorder, dict[str, TensorView]]:
         """Return a recorder with the tensors that a step begins with, and these by name."""
-        recorder = Recorder(self.modules.current, self._replaced)
+        recorder = Recorder(self.modules.current, self._replaced, self.fakes.device.type)
         tensors = adopt_model(self._root, recorder, self.fakes)
         # Each in memory of its own: inputs that are their own labels today may be others tomorrow.
         batch = replace_tensors(self._program.batch, "batch", self.fakes.make_separate)
         real = dict(tensors_in(self._program.batch, "batch"))
         for name, tensor in tensors_in(batch, "batch"):
-            tensors[name] = recorder.adopt(tensor, name, Kind.INPUT)
+            on_device = not recorder.is_on_host(tensor)
+            tensors[name] = recorder.adopt(tensor, name, Kind.INPUT, on_device=on_device)
             if is_full_mask(real[name]):
                 recorder.adopt_mask(tensor, real[name], name)
         self._fake_program = self._program._replace(batch=batch)

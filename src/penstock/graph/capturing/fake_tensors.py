@@ -40,7 +40,7 @@ class FakeTensors:
         below: bool = False,
     ) -> None:
         self._mode = mode
-        self._device = device
+        self.device = device
         self.local = local
         self._below = below
         self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id: (real, fake)
@@ -76,7 +76,7 @@ class FakeTensors:
 
     def _make(self, real: torch.Tensor) -> torch.Tensor:
         is_below = self._below and real.dim() > 0 and real.device.type == "cpu"
-        device = self._device if real.is_meta or is_below else real.device
+        device = self.device if real.is_meta or is_below else real.device
         storage = real.untyped_storage()
         base = self._base_of_storage.get(storage._cdata)
         if base is None:
@@ -95,7 +95,7 @@ class FakeTensors:
     def make_separate(self, real: torch.Tensor, name: str) -> torch.Tensor:
         """Return a fake tensor in memory of its own, also where real ones share theirs."""
         _check_kind(real, name)
-        device = self._device if real.is_meta else real.device
+        device = self.device if real.is_meta else real.device
         with self._mode, torch.no_grad():
             fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
         return fake.requires_grad_(real.requires_grad)

@@ -60,6 +60,8 @@ class Recorder(TorchDispatchMode):
         outside: Tensors that are neither the model's nor the batch's.
         full_masks: Masks of the batch that mask nothing, and whose numbers the program has used.
         phase: The part of the step that is running.
+        device: The type of the device that the step is for. What it makes on another, as on the
+            CPU in a step on a GPU, stays there and has no planned bytes.
         watch: Called with each operator that is recorded.
     """
 
@@ -67,8 +69,10 @@ class Recorder(TorchDispatchMode):
         self,
         module_name: Callable[[], str] = lambda: "",
         replaced: Iterable[torch.Tensor] = (),
+        device: str = "cpu",
     ) -> None:
         super().__init__()
+        self.device = device
         self.storages = StorageTable()
         self.drafts: list[Draft] = []
         self.numbers = NumberTracer(self.storages)
@@ -100,8 +104,14 @@ class Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             num_bytes = storage.nbytes() if on_device else 0
             self.storages.add(name, num_bytes, kind, storage, is_initial=True)
-            self.storages.of(tensor).is_half = tensor.dtype in (torch.bfloat16, torch.float16)
+            added = self.storages.of(tensor)
+            added.is_half = tensor.dtype in (torch.bfloat16, torch.float16)
+            added.is_on_host = self.is_on_host(tensor) and not on_device
         return self.storages.view(tensor)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on the CPU in a step on a GPU."""
+        return tensor.device.type == "cpu" != self.device
 
     def adopt_number(self, name: str, hint: float) -> torch.SymFloat:
         """Add a Python number that may be another one at the next step."""
@@ -278,7 +288,7 @@ class Recorder(TorchDispatchMode):
         if self.watch is not None:
             self.watch(draft)
         if self.phase is Phase.FORWARD and not (draft.random or draft.target == SCALAR):
-            self._constants.propagate(draft, lambda value: self.storages.of_value(value).num_bytes)
+            self._constants.propagate(draft, lambda value: self.storages.of_value(value).real_bytes)
 
     def _current_module(self) -> str:
         """Name the running module; in the backward pass the one whose gradient is calculated."""
@@ -303,7 +313,10 @@ class Recorder(TorchDispatchMode):
             if tensor is not None and tensor not in self.storages:
                 storage = tensor.untyped_storage()
                 name = f"{draft.name}.{number}" if number else draft.name
-                value = self.storages.add(name, storage.nbytes(), Kind.ACTIVATION, storage)
+                is_on_host = self.is_on_host(tensor)
+                num_bytes = 0 if is_on_host else storage.nbytes()
+                value = self.storages.add(name, num_bytes, Kind.ACTIVATION, storage)
+                self.storages.of_value(value).is_on_host = is_on_host
                 draft.creates.append(value)
         draft.outputs = tuple(
             None if tensor is None else self.storages.view(tensor) for tensor in outputs

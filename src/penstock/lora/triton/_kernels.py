@@ -175,8 +175,8 @@ def base_product(
     """
     num_columns = tl.cdiv(width, BLOCK_COLUMNS)
     if HAS_TILE_TABLE:
-        tile = tl.load(tile_table + tl.program_id(0))
-        block, column = tile // num_columns, tile % num_columns
+        number = tl.load(tile_table + tl.program_id(0))
+        block, column = number // num_columns, number % num_columns
     else:
         # GROUP blocks of rows go through the columns together, so that they share W in the cache.
         group = tl.program_id(0) // (GROUP * num_columns)

@@ -117,18 +117,18 @@ def _check_out(table: TableTensor, index: torch.Tensor, out: torch.Tensor) -> No
 def _read_rows(
     table: TableTensor, index: torch.Tensor, out: torch.Tensor | None, negative: bool
 ) -> torch.Tensor:
-    device = _choose_device(table, index, out)
+    device, source = _choose_device(table, index, out), table._table
+    reader = None if device.type == "cpu" else source.device_table(device)
     if out is not None and out.is_contiguous() and not out.is_conj() and not out.is_neg():
         rows = out
     else:
         rows = torch.empty(index.shape + table.shape[1:], dtype=table.dtype, device=device)
-    source = table._table
-    if device.type == "cpu":
+    if reader is None:
         if rows is not out:
             advise_huge_pages(rows)
         source.read_rows(index, rows, negative=negative)
     else:
-        source.device_table(device).read_rows(index, rows, negative=negative)
+        reader.read_rows(index, rows, negative=negative)
         source.count_batch(index, rows.numel() * rows.element_size())
     return rows if out is None or rows is out else out.copy_(rows)
 
