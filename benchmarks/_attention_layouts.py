@@ -116,10 +116,14 @@ def _flex_attention(
 
 
 def draw_operands(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k and v, which require gradients, and the gradient of the output."""
+    """Return q, k and v, which require gradients, and the gradient of the output.
+
+    They are float32 on the CPU and bfloat16 on a GPU.
+    """
     generator = torch.Generator().manual_seed(1)
     shape = (4, 1, HEADS, case.num_tokens, case.dim)
-    q, k, v, dout = torch.randn(shape, generator=generator).to(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v, dout = torch.randn(shape, generator=generator).to(device, dtype)
     for each in (q, k, v):
         each.requires_grad_()
     return q, k, v, dout

@@ -19,7 +19,8 @@ def frontier_rows(data, where, device):
     example = load_example("graph_classification")
     example.HIDDEN = 512  # so that the data set does not fit at once
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(MEMORY_BYTES / total, device)
+    with torch.cuda.device(device):
+        torch.cuda.set_per_process_memory_fraction(MEMORY_BYTES / total)
     graphs = example.Graphs(data / "tu" / "PROTEINS", "PROTEINS")
     count = len(graphs.y)
     trainer = example.Trainer(graphs, 0, device)

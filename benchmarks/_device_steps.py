@@ -15,7 +15,12 @@ NEEDED = ("highspy", "platformdirs", "peft", "transformers")
 """Requirements that a machine with torch and Triton may lack, or have too old; as wheels."""
 
 _PLAN = ("highspy",)
-_TESTS = ("-p", "no:cacheprovider", "--continue-on-collection-errors", "-q")
+_TESTS = (
+    *("-p", "no:cacheprovider", "-p", "no:benchmark", "--continue-on-collection-errors", "-q"),
+    *("--numprocesses", "logical", "--dist", "worksteal", "-o", "timeout=90"),
+)
+_ALONE = "tests/executor/test_fit_cuda.py::test_a_device_without_room_leaves_everything_as_it_was"
+"""It takes all the memory that the GPU has left."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,29 +79,16 @@ def _is_row(line: str) -> bool:
 
 
 _OFFLOAD_ARMS = ("keep", "checkpoint", "save_on_cpu", "bare auto", "run auto", "bare auto+file")
-_GPU_TESTS = (
-    "activations",
-    "executor",
-    "rgnn",
-    "batching",
-    "memory",
-    "integrations",
-    "kv",
-    "attention",
-    "lora",
-    "ops",
-)
-
 STEPS = (
     Step(topic="smoke", name="all", seconds=90),
-    Step(topic="tests", name="unified", seconds=110, flags=("tests/unified",)),
     Step(
         topic="tests",
-        name="the rest",
-        seconds=150,
-        flags=tuple(f"tests/{folder}" for folder in _GPU_TESTS),
-        packages=_PLAN,
+        name="together",
+        seconds=230,
+        flags=("tests", "--deselect", _ALONE),
+        packages=(*_PLAN, "xdist"),
     ),
+    Step(topic="tests", name="alone", seconds=30, flags=(_ALONE,), packages=_PLAN),
     Step(topic="kv", name="kernel", seconds=30, flags=("--quick", "--part", "kernel")),
     Step(
         topic="kv",
