@@ -51,7 +51,9 @@ def test_trees_run_on_the_device_of_their_cells(max_bytes):
         last = batcher(trees()).last()
         assert last.device.type == device
         last.square().sum().backward()
-        gradients = [each.grad.cpu().clone() for each in batcher.parameters() if each.grad is not None]
+        gradients = [
+            each.grad.cpu().clone() for each in batcher.parameters() if each.grad is not None
+        ]
         results.append([last.detach().cpu(), *gradients])
     for here, there in zip(*results, strict=True):
         torch.testing.assert_close(there, here, rtol=1e-10, atol=1e-10)

@@ -11,11 +11,11 @@ from torch import nn
 from _planned import OPTIMIZERS, everything, plan_within, trainee
 from _steps import differences
 from _zoo import CASES
-from test_host_values import HostValues
 from penstock.errors import NonFiniteLossError
 from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
 from penstock.planner import Plan, plan
+from test_host_values import HostValues
 
 pytestmark = pytest.mark.gpu
 
