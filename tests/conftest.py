@@ -348,6 +348,8 @@ def pytest_configure(config: pytest.Config) -> None:
         rewritten_tests.rewrite_all(config, rewritten_tests.list_tests(config))
     if fork_servers.VARIABLE in os.environ:  # for processes that a test spawns
         multiprocessing.set_executable(fork_servers.find_python("dynamo"))
+    # Threads of the backward pass have no context of their own before their first product.
+    config.addinivalue_line("filterwarnings", "ignore:Attempting to run cuBLAS:UserWarning")
     if metadata.version("torch").startswith("2.11."):
         config.addinivalue_line(
             "filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning"

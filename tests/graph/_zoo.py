@@ -80,7 +80,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.gate(x).softmax(-1).topk(2)
-        mask = torch.zeros(*x.shape[:-1], 4).scatter(-1, chosen, weights)
+        mask = torch.zeros(*x.shape[:-1], 4, device=x.device).scatter(-1, chosen, weights)
         hidden = torch.einsum("td,edf->etf", x, self.up).relu()
         output = torch.einsum("etf,efd,te->td", hidden, self.down, mask)
         return (output - x).square().mean()

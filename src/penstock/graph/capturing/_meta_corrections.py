@@ -33,6 +33,9 @@ _ELEMENTWISE = (
     *("mse_loss_backward", "huber_loss_backward", "smooth_l1_loss_backward"),
 )
 """Operators that work element by element without being marked so."""
+_EFFICIENT_ATTENTION = ("_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
+"""Outside of recordings these give seed and offset of their dropout, results 2 and 3, on the CPU,
+where their gradients read them."""
 _SCATTERS = ("diagonal_scatter", "select_scatter", "slice_scatter", "as_strided_scatter")
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
 
@@ -52,6 +55,9 @@ def correct_results(
         if isinstance(first, torch.Tensor) and first.device.type == "cpu":
             first = _correct_layout(func._opname, args, first)
         return (first, *others) if isinstance(result, tuple) else first
+    if func._opname in _EFFICIENT_ATTENTION:
+        seed, offset = (torch.empty((), dtype=each.dtype) for each in result[2:4])
+        return (*result[:2], seed, offset, *result[4:])
     if func._opname in ("max_unpool2d", "max_unpool3d"):
         return result.contiguous(memory_format=suggest_memory_format(args[0]))
     if func._opname in _SCATTERS and _is_expanded(result):  # in torch 2.11, as its operand is

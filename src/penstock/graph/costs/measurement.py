@@ -139,8 +139,10 @@ def _measure(
 
     def tensor(view: TensorView) -> torch.Tensor:
         if view.value not in memory:
-            memory[view.value] = _make_operand(graph, view, device, integer)
-        return view_memory(memory[view.value].untyped_storage(), view, device)
+            where = torch.device("cpu") if graph.is_on_host(view) else device
+            memory[view.value] = _make_operand(graph, view, where, integer)
+        storage = memory[view.value].untyped_storage()
+        return view_memory(storage, view, storage.device)
 
     args, kwargs = decode_arguments(operator, device, tensor, lambda _: 0.5)
     call = functools.partial(resolve(operator.target), *args, **kwargs)
