@@ -84,9 +84,9 @@ ARMS = (
     CacheArm(share=1.25),
     CacheArm(share=1 / 4),
     CacheArm(share=1 / 16),
-    CacheArm(selector="nosa", share=1 / 16),
+    CacheArm(selector="nosa", share=1 / 4),
     CacheArm(share=1 / 16, below="file"),
-    CacheArm(selector="nosa", share=1 / 16, below="file"),
+    CacheArm(selector="nosa", share=1 / 4, below="file"),
 )
 
 
