@@ -58,7 +58,7 @@ TOPIC = "attention"
 PARTS = ("layouts", "forward", "memory", "packed")
 LONG_TOKENS, LONG_DIM, LONG_DENSITY = 65_536, 64, 0.02
 MEMORY_BAR = int(1.3 * 2**30)
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of the largest element, between two implementations."""
 
 
