@@ -42,9 +42,16 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._streams = {link: torch.cuda.Stream(self.device) for link in _LINKS}
+        try:
+            self._streams = {link: torch.cuda.Stream(self.device) for link in _LINKS}
+            self._stream = torch.cuda.Stream(self.device)
+        except RuntimeError as error:  # of CUDA's own, which `except OutOfMemoryError` would miss
+            if "out of memory" not in str(error):
+                raise
+            raise torch.OutOfMemoryError(
+                f"{self.device} has no memory left for a stream; free some, or end what else uses it"
+            ) from error
         self._buffers: dict[Link, _PinnedBuffers] = {}
-        self._stream = torch.cuda.Stream(self.device)
         self._pool = torch.cuda.MemPool()
         self._pool_use = contextlib.ExitStack()
 
