@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import resource
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from penstock.attention import Layout, blocksparse
 
 OURS, MASKED, CAUSAL, FLEX = "penstock", "SDPA, mask", "SDPA, is_causal", "FlexAttention"
+FLASH = "FlashAttention"  # on a GPU, where the package is installed
 HEADS = 8
 DOCUMENT_TOKENS = (300, 500)  # the lengths of documents lie between
 PATTERNS = ("random 0.05", "random 0.25", "documents", "window", "bigbird", "causal")
@@ -35,7 +37,10 @@ class Case:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        return (OURS, MASKED, CAUSAL) if self.pattern == "causal" else (OURS, MASKED)
+        if self.pattern != "causal":
+            return OURS, MASKED
+        has_flash = importlib.util.find_spec("flash_attn") is not None
+        return (OURS, MASKED, CAUSAL, FLASH) if has_flash else (OURS, MASKED, CAUSAL)
 
     def bar(self, density: float) -> tuple[str, float] | None:
         """The arm that ours is held against, and the times that it should take at least."""
@@ -91,6 +96,11 @@ def make_forwards(
         made[MASKED] = lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if CAUSAL in arms:
         made[CAUSAL] = lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
+    if FLASH in arms:
+        from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+        heads_second = [each.transpose(1, 2) for each in operands]
+        made[FLASH] = lambda: flash_attn_func(*heads_second, causal=True).transpose(1, 2)
     if FLEX in arms:
         made[FLEX] = _flex_attention(layout, operands)
     return made

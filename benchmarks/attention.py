@@ -8,10 +8,10 @@
 Part `layouts` times steps, forward and backward, of 8 heads in float32, on a GPU in bfloat16; the
 arms take turns in one process, ratios are taken within a round, and gradients are compared once.
 SDPA with a mask takes the same time for every mask; FlexAttention has no backward pass on the CPU,
-so that part `forward` has it, where its compiler is installed. Part `memory` is one step at 65,536
-tokens in a process of its own: the growth of its peak, operands and gradients included. Part
-`packed` trains a Llama on packed documents; rows hold the largest difference of a document's loss
-to that of the document alone.
+so that part `forward` has it, where its compiler is installed. FlashAttention has causal rows where
+its package is. Part `memory` is one step at 65,536 tokens in a process of its own: the growth of
+its peak, operands and gradients included. Part `packed` trains a Llama on packed documents; rows
+hold the largest difference of a document's loss to that of the document alone.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import sys
+import types
 
 import pytest
 import torch
@@ -27,6 +30,21 @@ def test_rows_are_held_against_the_arm_of_their_bar(pattern: str):
         assert ours.limit is not None and ours.limit_fraction is not None
         ratio = rows[bar[0]].extra["times_of_ours"]
         assert ours.limit_fraction * bar[1] == pytest.approx(ratio)
+
+
+def test_flash_attention_is_an_arm_where_it_is_installed(monkeypatch):
+    def flash_attn_func(q, k, v, *, causal):
+        heads_first = [each.transpose(1, 2) for each in (q, k, v)]
+        attend = _attention_layouts.scaled_dot_product_attention
+        return attend(*heads_first, is_causal=causal).transpose(1, 2)
+
+    package = types.ModuleType("flash_attn")
+    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    package.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    case = _attention_layouts.Case(pattern="causal", num_tokens=256, dim=16)
+    rows = {row.arm for row in attention.layout_rows(case, 1, "cpu", environment())}
+    assert rows == {*case.arms} and _attention_layouts.FLASH in rows
 
 
 def test_random_layouts_have_their_density_and_the_diagonal():

@@ -73,7 +73,7 @@ def test_rows_of_caches_name_bytes_read(monkeypatch, tmp_path):
     decode = {arm: row for (arm, part), row in rows.items() if part == "decode"}
     assert not decode["DynamicCache"].moved_bytes
     quarter = decode["penstock, all, 1/4 resident, host below"]
-    selected = decode["penstock, nosa, 1/16 resident, host below"]
+    selected = decode["penstock, nosa, 1/4 resident, host below"]
     assert 0.4 * case.cache_bytes < quarter.moved_bytes["host->device"] < case.cache_bytes
     assert selected.moved_bytes.get("host->device", 0) < quarter.moved_bytes["host->device"] / 4
     assert quarter.limit is not None and quarter.extra["speed_to_stock"] > 0

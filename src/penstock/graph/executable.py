@@ -17,7 +17,7 @@ from penstock.compat.dispatch import OpOverload
 from penstock.graph._alignment import TENSOR_ALIGNMENT_BYTES
 from penstock.graph.encoding import OWN_TARGETS, resolve
 from penstock.graph.fsdp.collectives import TO_PLACES
-from penstock.graph.step_graph import Operator, Phase, StepGraph
+from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
 
 COPIES = ("aten.clone.default", "aten._to_copy.default")
 """Operators whose result is their operand, perhaps in another dtype or layout."""
@@ -71,6 +71,11 @@ def make_executable(graph: StepGraph) -> StepGraph:
 def is_executable(graph: StepGraph) -> bool:
     """Return whether a graph has the form that `capture` gives it; older files have not."""
     return _MARK in graph.metadata
+
+
+def is_on_host(graph: StepGraph, view: TensorView) -> bool:
+    """Return whether a view's elements are where every plan leaves them, in host memory."""
+    return view.end > 0 and not graph.num_bytes(view.value)
 
 
 def find_last_uses(graph: StepGraph, operators: Iterable[Operator]) -> dict[int, list[int]]:

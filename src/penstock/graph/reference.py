@@ -26,7 +26,7 @@ from penstock.graph.encoding import (
     set_random_state,
     view_memory,
 )
-from penstock.graph.executable import find_last_uses
+from penstock.graph.executable import find_last_uses, is_on_host
 from penstock.graph.fsdp import collectives  # noqa: F401 (operators of graphs)
 from penstock.graph.splitting.input_pieces import part_of_input
 from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
@@ -109,7 +109,7 @@ class ReferenceRun:
             captured = self._graph.captured
             if captured is not None and operator.name in captured.outside:
                 return captured.outside[operator.name].detach().clone()
-            device = torch.device("cpu") if self._graph.is_on_host(view) else self._device
+            device = torch.device("cpu") if is_on_host(self._graph, view) else self._device
             return make(operator.target, args, view, device)
         return resolve(operator.target)(*args, **kwargs)
 

@@ -122,9 +122,8 @@ class Storage:
 
     Attributes:
         name: Readable and unique: the name of the parameter, or of the operator that makes it.
-        num_bytes: Bytes that it takes on the device. Python numbers, the optimizer's step counts,
-            random states and what a step on a GPU makes on the CPU take none: every plan leaves
-            them in the host's memory.
+        num_bytes: Bytes that it takes on the device. Python numbers, step counts, random states and
+            what a step on a GPU makes on the CPU take none: plans leave them in host memory.
         kind: The kind of its content.
         initial: The value that it holds when the step begins; None if the step makes it.
         final: The value that has to be there when the step ends: of persistent storages the next
@@ -268,10 +267,6 @@ class StepGraph:
     def num_bytes(self, value: int) -> int:
         """Return the bytes of a value: those of its storage."""
         return self.storages[self.storage_of_value[value]].num_bytes
-
-    def is_on_host(self, view: TensorView) -> bool:
-        """Return whether a view's elements are where every plan leaves them, in host memory."""
-        return view.end > 0 and not self.num_bytes(view.value)
 
     @functools.cached_property
     def workspace_bytes(self) -> int:

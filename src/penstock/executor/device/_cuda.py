@@ -49,7 +49,7 @@ class CudaDevice(Device):
             if "out of memory" not in str(error):
                 raise
             raise torch.OutOfMemoryError(
-                f"{self.device} has no memory left for a stream; free some, or end what else uses it"
+                f"{self.device} has no memory left, not even for a stream: end its other users"
             ) from error
         self._buffers: dict[Link, _PinnedBuffers] = {}
         self._pool = torch.cuda.MemPool()

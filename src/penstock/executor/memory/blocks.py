@@ -21,6 +21,7 @@ from penstock.executor.device.base import Device
 from penstock.executor.memory.residency import CopyLayout, ResidencyIndex, ResidencyInterval
 from penstock.graph import Kind, StepGraph, TensorView
 from penstock.graph.encoding import dtype_from_name
+from penstock.graph.executable import is_on_host
 from penstock.memory import ExtentFile, FileStore, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES, PAGE_BYTES
 from penstock.planner import Plan
@@ -278,7 +279,7 @@ class PlanMemory:
 
     def view_unplanned(self, view: TensorView) -> torch.Tensor:
         """Return a view of a value of no planned bytes: in host memory, or without elements."""
-        device = torch.device("cpu") if self.graph.is_on_host(view) else self.device
+        device = torch.device("cpu") if is_on_host(self.graph, view) else self.device
         key = (self.storage_of(view), device)
         needed = max(8, view.end * dtype_from_name(view.dtype).itemsize)
         memory = self._unplanned.get(key)

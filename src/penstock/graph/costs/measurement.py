@@ -35,6 +35,7 @@ from penstock.graph.encoding import (
     resolve,
     view_memory,
 )
+from penstock.graph.executable import is_on_host
 from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView, views_in
 from penstock.memory import MachineProfile, machine
 
@@ -139,7 +140,7 @@ def _measure(
 
     def tensor(view: TensorView) -> torch.Tensor:
         if view.value not in memory:
-            where = torch.device("cpu") if graph.is_on_host(view) else device
+            where = torch.device("cpu") if is_on_host(graph, view) else device
             memory[view.value] = _make_operand(graph, view, where, integer)
         storage = memory[view.value].untyped_storage()
         return view_memory(storage, view, storage.device)
