@@ -13,33 +13,35 @@ from _rows import BenchmarkRow, Limit
 from penstock.codegen import load_library
 from penstock.iomodel import IOReport, declare_access, explain
 
-NUM_LOOKUPS = 2**24
-TABLE = 256  # entries of 4 bytes: all tables stay in L1
+NUM_LOOKUPS = 2**22
+RECORD = 8  # numbers of 8 bytes, of which the first is looked up
+TABLE = 256  # entries of 8 bytes: all tables stay in L1
 _SOURCE = """
 #include <cstdint>
-extern "C" void look_up_once(const uint8_t* index, const int32_t* table, int32_t* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = table[index[i]];
+extern "C" void look_up_once(const int64_t* records, const int64_t* table, int64_t* out,
+                             int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = table[records[8 * i]];
 }
 // Three loads that do not wait for each other, as of an inline cache: key, shape and value.
-extern "C" void look_up_thrice(const uint8_t* index, const int32_t* table, int32_t* out,
+extern "C" void look_up_thrice(const int64_t* records, const int64_t* table, int64_t* out,
                                int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t at = index[i];
+    const int64_t at = records[8 * i];
     out[i] = table[at] + table[at + 256] + table[at + 512];
   }
 }
 """
 
 
-def _trace_lookups(trace: Any, index: Any, table: Any, out: Any, loads: int) -> None:
-    """Indices and results in step; loads from the table by blocks of as many lookups."""
+def _trace_lookups(trace: Any, records: Any, table: Any, out: Any, loads: int) -> None:
+    """A word of each record and results in step; loads from the table by blocks of lookups."""
     step = 4096
-    starts = np.arange(0, len(index), step)
+    starts = np.arange(0, len(records), step)
     trace.interleave(
         [
-            (index, starts, step, False),
-            *((table, starts * 0 + 1024 * (k % 3), 1024, False) for k in range(16 * loads)),
-            (out, starts * 4, step * 4, True),
+            *((records, (starts + at) * 8 * RECORD, 8, False) for at in range(step)),
+            *((table, starts * 0 + 2048 * (k % 3), 2048, False) for k in range(16 * loads)),
+            (out, starts * 8, step * 8, True),
         ]
     )
 
@@ -48,9 +50,9 @@ def make_lookups() -> tuple[Any, Any, tuple[torch.Tensor, ...]]:
     """The two functions, and their arguments."""
     library = load_library("look_up", _SOURCE, flags=("-O3", "-march=native"))
     operands = (
-        torch.randint(0, 256, (NUM_LOOKUPS,), dtype=torch.uint8),
-        torch.arange(3 * TABLE, dtype=torch.int32),
-        torch.empty(NUM_LOOKUPS, dtype=torch.int32),
+        torch.randint(0, TABLE, (NUM_LOOKUPS, RECORD)),
+        torch.arange(3 * TABLE),
+        torch.empty(NUM_LOOKUPS, dtype=torch.int64),
     )
 
     def declare(name: str, loads: int) -> Any:
@@ -59,8 +61,8 @@ def make_lookups() -> tuple[Any, Any, tuple[torch.Tensor, ...]]:
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64]
 
-        def run(index: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-            function(index.data_ptr(), table.data_ptr(), out.data_ptr(), len(index))
+        def run(records: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+            function(records.data_ptr(), table.data_ptr(), out.data_ptr(), len(records))
 
         run.__qualname__ = name
         return declare_access(functools.partial(_trace_lookups, loads=loads))(run)
