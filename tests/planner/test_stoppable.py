@@ -16,7 +16,7 @@ def until_stopped(stop: np.ndarray, returned: list[int], number: int) -> None:
     give_up = time.monotonic() + 30
     while not stop[0] and time.monotonic() < give_up:
         time.sleep(0.001)
-    time.sleep(0.02 * number)
+    time.sleep(0.2 * (2 - number))  # the first, which is waited for, longest
     returned.append(number)
 
 
@@ -33,11 +33,13 @@ def test_all_calls_are_made_and_waited_for():
     assert stop[0] == 0
 
 
-def test_an_interrupt_stops_the_calls_and_is_raised_when_they_are_over():
+@pytest.mark.parametrize("num_interrupts", [1, 3])
+def test_an_interrupt_stops_the_calls_and_is_raised_when_they_are_over(num_interrupts: int):
     stop, returned = np.zeros(1, np.int32), []
     calls = [functools.partial(until_stopped, stop, returned, number) for number in range(2)]
     here = threading.get_ident()
-    threading.Timer(0.1, signal.pthread_kill, [here, signal.SIGINT]).start()
+    for number in range(num_interrupts):
+        threading.Timer(0.1 + 0.1 * number, signal.pthread_kill, [here, signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         run_stoppable(calls, stop, name="test")
     assert sorted(returned) == [0, 1]

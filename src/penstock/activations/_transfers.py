@@ -27,6 +27,7 @@ from penstock.activations._policy import Limits
 from penstock.activations._record import Activity, HandleWatch, Record, RecordTable
 from penstock.activations._routes import Declined
 from penstock.activations._steps import StepTracker
+from penstock.compat.threads import Thread
 from penstock.errors import PenstockError, StoreError
 from penstock.memory import interruptible
 
@@ -116,7 +117,7 @@ class Workers:
         if self._stop[0]:
             stop = [False]
             threads = [
-                threading.Thread(
+                Thread(
                     target=self._loop,
                     args=(stop,),
                     name=f"penstock-{self._name}-{index}",
@@ -195,7 +196,7 @@ class Reaper:
         if self._stop[0]:
             self._stop, self._queue, self._thread = [False], queue.SimpleQueue(), None
         if self._thread is None or not self._thread.is_alive():  # an interrupt came before it ran
-            self._thread = threading.Thread(
+            self._thread = Thread(
                 target=self._loop,
                 args=(self._stop, self._queue),
                 name="penstock-reaper",

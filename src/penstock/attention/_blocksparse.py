@@ -8,10 +8,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.attention._layout import Layout
 from penstock.attention._operands import sum_dtype
-from penstock.attention._operator import blocksparse_forward
+from penstock.attention._operator import attend_directly, blocksparse_forward
 from penstock.attention._paths import choose_path
 from penstock.attention._torch import attend
-from penstock.compat.autograd import is_transformed
+from penstock.compat.autograd import is_eager, is_transformed
 from penstock.compat.dynamo import mark_constant
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -75,6 +75,8 @@ def _attend(
     if choose_path(q, layout, bias).name != "SDPA":
         if not torch.compiler.is_compiling() and is_transformed():
             return attend(q, k, v, layout, bias, factor)
+        if is_eager(q, k, v, bias):
+            return attend_directly(q, k, v, bias, layout, factor)
         return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, factor)[0]
     return scaled_dot_product_attention(
         q,

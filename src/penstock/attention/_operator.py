@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from penstock.attention._layout import Layout
 from penstock.attention._operands import empty_gradient, empty_results
 from penstock.attention._paths import kernels_for
+from penstock.compat.autograd import is_eager
 
 
 @torch.library.custom_op("penstock::blocksparse_forward", mutates_args=())
@@ -34,8 +35,7 @@ def blocksparse_forward(
     return kernels_for(q).forward(q, k, v, Layout.of_arrays(arrays, block), bias, scale)
 
 
-@torch.library.custom_op("penstock::blocksparse_backward", mutates_args=())
-def blocksparse_backward(
+def _backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -51,6 +51,11 @@ def blocksparse_backward(
     layout = Layout.of_arrays(arrays, block)
     grads = kernels_for(q).backward(dout, q, k, v, out, lse, layout, bias, scale)
     return [each for each in grads if each is not None]
+
+
+blocksparse_backward = torch.library.custom_op(
+    "penstock::blocksparse_backward", _backward, mutates_args=()
+)
 
 
 @blocksparse_forward.register_fake
@@ -77,13 +82,44 @@ def _differentiate(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Any
     q, k, v, out, lse, bias, *arrays = ctx.saved_tensors
     if dout is None:
         return None, None, None, None, [None] * len(arrays), None, None
-    dq, dk, dv, *rest = blocksparse_backward(
-        dout, q, k, v, out, lse, bias, arrays, ctx.block, ctx.scale
-    )
+    # With create_graph, by the operator, which refuses to be differentiated.
+    is_direct = is_eager(dout, q, k, v, bias) and not torch.is_grad_enabled()
+    run = _backward if is_direct else blocksparse_backward
+    dq, dk, dv, *rest = run(dout, q, k, v, out, lse, bias, arrays, ctx.block, ctx.scale)
     return dq, dk, dv, *(rest or [None]), [None] * len(arrays), None, None
 
 
 blocksparse_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+class _Attention(torch.autograd.Function):
+    """The operators as `attend_directly` has them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        layout: Layout,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        found = kernels_for(q).forward(q, k, v, layout, bias, scale)
+        _keep(ctx, (q, k, v, bias, layout.arrays, layout.block, scale), found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        dout, dlse = grad_outputs
+        return *_differentiate(ctx, dout, dlse)[:4], None, None
+
+
+def attend_directly(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, layout: Layout, scale: float
+) -> Tensor:
+    """Return the attention without the dispatcher, with gradients; for calls that are eager."""
+    return _Attention.apply(q, k, v, bias, layout, scale)[0]
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.compat.autograd import is_transformed
+from penstock.compat.autograd import is_eager, is_transformed
 from penstock.lora import _products
 from penstock.lora._adapters import FLOATS, Adapter, AdapterRows
-from penstock.lora._operator import is_eager, record, uses_of
+from penstock.lora._operator import record, uses_of
 
 _GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 divided by the golden ratio
 

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from penstock.compat.autograd import below_autograd, is_dispatch_watched
+from penstock.compat.autograd import below_autograd, is_eager
 from penstock.lora import _products
 from penstock.lora._dropout import Mask
 
 _logger = logging.getLogger(__name__)
-_PLAIN = (Tensor, torch.nn.Parameter)
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -185,16 +184,6 @@ class _LinearWithAdapters(torch.autograd.Function):
         dbias = dy.sum(0).to(ctx.of_bias) if needs_bias else None
         dtotal = dy if needs_total else None
         return gradients[0], dweight, dbias, dtotal, None, None, None, *gradients[1:]
-
-
-def is_eager(*tensors: Tensor | None) -> bool:
-    """Return whether nothing but the operator's result depends on its call being dispatched.
-
-    The dispatcher converts all arguments, which takes a tenth of a millisecond.
-    """
-    if torch.compiler.is_compiling() or is_dispatch_watched():
-        return False
-    return all(each is None or type(each) in _PLAIN for each in tensors)
 
 
 def record(

@@ -5,11 +5,13 @@ Python handles signals only between bytecodes of the main thread: a call there w
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
+
+from penstock.compat.threads import Thread
 
 
 def run_stoppable(calls: Sequence[Callable[[], object]], stop: np.ndarray, *, name: str) -> None:
@@ -22,8 +24,7 @@ def run_stoppable(calls: Sequence[Callable[[], object]], stop: np.ndarray, *, na
         name: Of the threads.
     """
     threads = [
-        threading.Thread(target=call, name=f"penstock-{name}-{number}")
-        for number, call in enumerate(calls)
+        Thread(target=call, name=f"penstock-{name}-{number}") for number, call in enumerate(calls)
     ]
     for thread in threads:
         thread.start()
@@ -33,7 +34,9 @@ def run_stoppable(calls: Sequence[Callable[[], object]], stop: np.ndarray, *, na
     except BaseException:
         stop[0] = 1
         for thread in threads:
-            thread.join()
+            while thread.is_alive():  # it uses memory of the caller's, who may ask for haste again
+                with contextlib.suppress(BaseException):
+                    thread.join()
         raise
 
 

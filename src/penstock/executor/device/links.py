@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from penstock.compat.threads import Thread
 from penstock.executor.device.base import Device, Mark
 from penstock.memory import Ledger, Link
 
@@ -71,7 +72,7 @@ class ThreadLink:
         self._released = self.base + count
         if self._thread is None:
             name = f"penstock-{self.link.value}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread = Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
         elif self._idle:
             self._wake.put(None)

@@ -1,0 +1,62 @@
+"""Threads that are waited for again after an interrupt, in this process and in a forked one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from penstock.compat.threads import Thread
+
+
+def interrupt_soon() -> None:
+    here = threading.get_ident()
+    threading.Timer(0.1, signal.pthread_kill, [here, signal.SIGINT]).start()
+
+
+def test_join_waits_again_after_an_interrupt():
+    go_on, returned = threading.Event(), []
+
+    def call() -> None:
+        go_on.wait(60)
+        time.sleep(0.2)
+        returned.append(True)
+
+    thread = Thread(target=call)
+    thread.start()
+    interrupt_soon()
+    with pytest.raises(KeyboardInterrupt):
+        thread.join()
+    assert thread.is_alive()
+    thread.join(timeout=0.01)
+    assert thread.is_alive() and not returned
+    go_on.set()
+    thread.join()
+    assert returned and not thread.is_alive()
+
+
+def test_one_that_raises_has_run(capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    thread = Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="before it is started"):
+        Thread(target=print).join()
+
+
+def test_a_forked_child_does_not_wait_for_what_it_has_not_got():
+    end = threading.Event()
+    thread = Thread(target=end.wait, args=(60,))
+    thread.start()
+    child = os.fork()
+    if not child:
+        thread.join()
+        os._exit(7)
+    _, status = os.waitpid(child, 0)
+    end.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 7
