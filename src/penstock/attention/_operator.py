@@ -92,7 +92,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Any
 blocksparse_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-class _Attention(torch.autograd.Function):
+class _BlockSparse(torch.autograd.Function):
     """The operators as `attend_directly` has them."""
 
     @staticmethod
@@ -119,7 +119,7 @@ def attend_directly(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, layout: Layout, scale: float
 ) -> Tensor:
     """Return the attention without the dispatcher, with gradients; for calls that are eager."""
-    return _Attention.apply(q, k, v, bias, layout, scale)[0]
+    return _BlockSparse.apply(q, k, v, bias, layout, scale)[0]
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:

@@ -75,7 +75,7 @@ def is_eager(*tensors: torch.Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or is_dispatch_watched():
         return False
-    return all(each is None or type(each) in _PLAIN for each in tensors)
+    return all(each is None or (type(each) in _PLAIN and not each.is_meta) for each in tensors)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -34,7 +34,7 @@ def run_stoppable(calls: Sequence[Callable[[], object]], stop: np.ndarray, *, na
     except BaseException:
         stop[0] = 1
         for thread in threads:
-            while thread.is_alive():  # it uses memory of the caller's, who may ask for haste again
+            while thread.is_alive():  # it uses the caller's memory: no second interrupt ends this
                 with contextlib.suppress(BaseException):
                     thread.join()
         raise
