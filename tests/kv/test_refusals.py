@@ -47,6 +47,22 @@ def test_training_mode():
             model(**prompt, past_key_values=cache)
 
 
+@pytest.mark.parametrize("name", ["OPT", "StableLm", "GPTBigCode"])
+def test_attention_weights_of_models_that_would_leave_them_out(name: str):
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_key_value_heads": 2} if name == "StableLm" else {}
+    config = getattr(transformers, f"{name}Config")(**sizes, num_attention_heads=2)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    ids = torch.randint(3, 100, (1, 20))
+    with make_cache(model) as cache, torch.no_grad():
+        for called in (model, model.base_model):
+            with pytest.raises(PenstockError, match="output_attentions=True: attention over a"):
+                called(ids, past_key_values=cache, output_attentions=True)
+        model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 20
+    assert model(ids, output_attentions=True).attentions is not None  # without the cache
+
+
 def test_attention_weights():
     model, prompt = make_model("llama"), make_prompt(40)
     with make_cache(model) as cache, torch.no_grad():

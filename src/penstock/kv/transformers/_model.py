@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.kv._layout import KeyShape
 from penstock.kv.transformers._attention import attend_interface
 from penstock.kv.transformers._mask import make_range_mask
-from penstock.kv.transformers._prefix import unwatch_calls, watch_calls
+from penstock.kv.transformers._prefix import refuse_weights, unwatch_calls, watch_calls
 
 IMPLEMENTATION = "penstock_kv"
 """Name of the attention implementation in Transformers' registries."""
@@ -26,10 +26,11 @@ _PREPARE = "_prepare_cache_for_generation"  # a method of `generate`, which some
 
 @dataclass
 class _Installation:
-    """Caches of one model, and the implementations that its configurations had before."""
+    """Caches of one model, the implementations that its configurations had before, and hooks."""
 
     num_caches: int = 0
     before: list[tuple[Any, str | None]] = field(default_factory=list)
+    hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
 
 _installations: weakref.WeakKeyDictionary[PreTrainedModel, _Installation] = (
@@ -55,7 +56,19 @@ def install(model: PreTrainedModel) -> None:
         ]
         model.set_attn_implementation(IMPLEMENTATION)
         watch_calls(model)
+        installation.hooks = [
+            module.register_forward_pre_hook(_check_outputs, with_kwargs=True)
+            for module in model.modules()
+            if isinstance(module, PreTrainedModel)
+        ]
     installation.num_caches += 1
+
+
+def _check_outputs(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Refuse weights of attention, which some models would leave out of their output."""
+    asked = options.get("output_attentions", getattr(module.config, "output_attentions", None))
+    if asked and any(hasattr(each, "check_prompt") for each in (*args, *options.values())):
+        refuse_weights(asked)
 
 
 def restore(
@@ -73,6 +86,8 @@ def restore(
         for config, before in installation.before:
             config._attn_implementation_internal = before
         unwatch_calls(model)
+        for hook in installation.hooks:
+            hook.remove()
 
 
 def check_supported(model: object) -> None:

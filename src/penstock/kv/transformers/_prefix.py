@@ -245,11 +245,7 @@ def _check_call(
             "use_cache=False: every step would add all tokens to past_key_values again; leave one "
             "of them out"
         )
-    if options.get("output_attentions", getattr(given, "output_attentions", None)):
-        raise PenstockError(
-            "output_attentions=True: attention over a penstock.kv.cache has no weights to return; "
-            "leave it out, or use another cache"
-        )
+    refuse_weights(options.get("output_attentions", getattr(given, "output_attentions", None)))
     _check_assistance(cache, given, options)
     mask = options.get("attention_mask")
     if model.config.is_encoder_decoder:
@@ -259,6 +255,15 @@ def _check_call(
     elif options.get("inputs_embeds") is None:
         cache.check_prompt(
             options.get("input_ids", args[0] if args else options.get("inputs")), mask
+        )
+
+
+def refuse_weights(asked: object) -> None:
+    """Raise `PenstockError` where weights of attention are asked for."""
+    if asked:
+        raise PenstockError(
+            "output_attentions=True: attention over a penstock.kv.cache has no weights to return; "
+            "leave it out, or use another cache"
         )
 
 
