@@ -69,13 +69,13 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
     attributes = {path: backend.parse_attr(get_iterable_path(hints, path)) for path in attributes}
     source = ASTSource(kernel, signature, constants, attributes)
     said, start = io.StringIO(), time.perf_counter()
-    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=gpu, options=options)
         seconds = time.perf_counter() - start
         if gpu.backend == "cuda" and not said.getvalue():  # Triton's cache had it
-            knobs.compilation.always_compile = True
-            triton.compile(source, target=gpu, options=options)
+            parsed: Any = backend.parse_options(options)
+            backend.make_cubin(compiled.asm["ptx"], {}, parsed, gpu.arch)
     if gpu.backend == "cuda":
         registers, spill_bytes = _of_nvidia(said.getvalue())
     else:
