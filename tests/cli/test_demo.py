@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,22 @@ def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
     offloaded = json.loads((out / "report.json").read_text())["offload"]
     assert offloaded["num_steps"] == 3
     assert offloaded["bytes_read"] > 0
+
+
+def test_sigterm_leaves_no_folder(real_disk: Path, tmp_path: Path):
+    command = [find_python("libraries"), "-m", "penstock", "demo", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        while not list(tmp_path.glob("plans-*")):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_difference_is_said():

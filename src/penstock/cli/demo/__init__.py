@@ -15,6 +15,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -142,12 +143,20 @@ def run_demo(options: DemoOptions) -> None:
     penstock demo --steps 20 --out results --store /mnt/nvme
     ```
     """
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
         is_equal = _compare_arms(options)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if not is_equal:
         raise DemoError("the losses differ: that is a bug in Penstock, please report it")
+
+
+def _exit(number: int, _: object) -> None:
+    """End the process as a signal would, with its processes ended and its folders removed."""
+    sys.exit(128 + number)
 
 
 def _compare_arms(options: DemoOptions) -> bool:
