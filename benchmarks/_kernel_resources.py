@@ -56,7 +56,7 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
     from triton.runtime.jit import create_function_from_signature
 
     gpu = GPUTarget(*TARGETS[target])
-    backend = triton.compiler.make_backend(gpu)
+    backend: Any = triton.compiler.make_backend(gpu)
     kernel = launch.kernel
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialized, options = bind(*launch.arguments, **launch.constants, **launch.options)
@@ -74,7 +74,7 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
         compiled = triton.compile(source, target=gpu, options=options)
         seconds = time.perf_counter() - start
         if gpu.backend == "cuda" and not said.getvalue():  # Triton's cache had it
-            parsed: Any = backend.parse_options(options)
+            parsed = backend.parse_options(options)
             backend.make_cubin(compiled.asm["ptx"], {}, parsed, gpu.arch)
     if gpu.backend == "cuda":
         registers, spill_bytes = _of_nvidia(said.getvalue())
