@@ -13,6 +13,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -31,18 +32,20 @@ _get_ident = threading.get_ident
 class Chunk:
     """Small storages that one thread has saved, in order; dies with the last of its handles."""
 
-    __slots__ = ("__weakref__", "capacity_bytes", "handles", "record", "used")
+    __slots__ = ("__weakref__", "capacity_bytes", "handles", "kept", "record", "used")
 
     def __init__(self, record: Record, capacity_bytes: int, *, may_leave: bool) -> None:
         self.record = record  # which counts its storages and their bytes
         self.capacity_bytes = capacity_bytes
         self.used = False  # a handle was unpacked: what is saved now is of another step
         self.handles: list[weakref.ref[SmallHandle]] | None = [] if may_leave else None
+        self.kept: Any = None  # those of common_saves.cpp, where it has any
 
     def living(self) -> list[SmallHandle]:
         """Return its handles that are alive."""
         handles = [weak() for weak in self.handles or ()]
-        return [handle for handle in handles if handle is not None]
+        handles = [handle for handle in handles if handle is not None]
+        return handles if self.kept is None else handles + self.kept.living()
 
 
 class SmallHandle:

@@ -37,7 +37,8 @@ _PLAIN_KINDS: dict[tuple[type, int], bool] = {}  # by class and dispatch keys
 _SOURCE = Path(__file__).with_name("common_saves.cpp")
 
 # Handle of what stays as it is: parameters, buffers, small tensors, and what cannot leave. Autograd
-# saves thousands of them a step; a tuple takes a third of the time of an object with attributes.
+# saves thousands of them a step; a tuple takes a third of the time of an object with attributes
+# (and `Kept` of common_saves.cpp a third of the memory).
 # The tensor; its version when it was saved, if it has one; the chunk that counts its bytes, if any.
 Resident: TypeAlias = tuple[torch.Tensor, int | None, Chunk | None]
 
@@ -151,7 +152,7 @@ class Hooks:
         library = load_common_saves()
         self.language = "Python" if library is None else "C++"
         if library is not None:
-            shared = modules.known, engine.small.filling, limits.small_bytes, limits.has_budget
+            shared = modules.known, engine.small.filling, limits.small_bytes
             hooks = library.penstock_common_saves(_CLASSES, (*hooks, *shared))
             # Compiled autograd breaks its graph at our hooks, in whichever language.
             warnings.filterwarnings(

@@ -2,9 +2,9 @@
 // in a chunk. Autograd calls the hooks thousands of times a step for these.
 //
 // The contract is `Hooks.pack` and `Hooks.unpack` in _hooks.py. A case is either done here, with
-// their very result, or left to them before anything has changed; so is whatever raises. No lock is
-// taken: the GIL guards the dictionaries and the chunks, and is not given up between looking at a
-// chunk and filling it.
+// their result (in a handle of its own, `Kept`), or left to them before anything has changed; so is
+// whatever raises. No lock is taken: the GIL guards the dictionaries and the chunks, and is not given
+// up between looking at a chunk and filling it.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -18,6 +18,7 @@
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #ifdef Py_GIL_DISABLED
 #error "without the GIL two threads could change a chunk at once"
@@ -159,6 +160,8 @@ class Implementation {
   int confirmations_ = 0;
 };
 
+using Reference = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 // A tensor for the length of a call, without a reference: to count one takes longer than to ask.
 class Borrowed {
  public:
@@ -170,17 +173,19 @@ class Borrowed {
   bool is_view() const { return tensor_.is_view(); }
 
  private:
-  using Reference = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
   at::TensorBase tensor_;
 };
 
 // The same values with the same version counter, without the graph: as `detach` gives, in a third of
 // the time.
-Owned alias_of(const c10::TensorImpl& implementation) {
+Reference alias_of(const c10::TensorImpl& implementation) {
   auto alias = implementation.shallow_copy_and_detach(implementation.version_counter(), false);
   alias->set_autograd_meta(nullptr);
-  return checked(THPVariable_Wrap(at::TensorBase(std::move(alias))));
+  return alias;
+}
+
+Owned python_object(const Reference& tensor) {
+  return checked(THPVariable_Wrap(at::TensorBase(tensor)));
 }
 
 struct Tensor {
@@ -205,10 +210,10 @@ struct Record {
 
 struct Chunk {
   explicit Chunk(PyObject* type)
-      : capacity_bytes(type, "capacity_bytes"), handles(type, "handles"), record(type, "record"),
-        used(type, "used") {}
+      : capacity_bytes(type, "capacity_bytes"), handles(type, "handles"), kept(type, "kept"),
+        record(type, "record"), used(type, "used") {}
 
-  Slot capacity_bytes, handles, record, used;
+  Slot capacity_bytes, handles, kept, record, used;
 };
 
 struct SmallHandle {
@@ -246,6 +251,140 @@ struct Classes {
 
 const Classes* classes = nullptr;  // made once and never freed
 
+// ------------------------------------------------------------------------------- handles
+
+// A saved tensor in a third of the memory that a `Resident` or a `SmallHandle` takes with its alias:
+// what is kept for a whole step has as a rule left the processor's caches. It becomes the one or the
+// other where Python has to look at it.
+struct Kept {
+  PyObject_HEAD
+  Reference tensor;     // nullptr: `handle` has it
+  PyObject* chunk;      // owned, or nullptr
+  PyObject* handle;     // the `SmallHandle` that it has become, owned; or nullptr
+  uint32_t version, place;  // `place` in the list of a chunk that may leave
+};
+
+// Those of a chunk that may leave, by their `place`; nullptr for one that has died.
+struct KeptList {
+  PyObject_HEAD
+  std::vector<Kept*> items;
+};
+
+constexpr uint32_t kNowhere = UINT32_MAX;
+PyTypeObject *kept_type = nullptr, *kept_list_type = nullptr;  // made once and never freed
+
+KeptList* list_of(PyObject* chunk) {  // borrowed; nullptr: the chunk stays
+  PyObject* list = classes->chunk.kept.of(chunk);
+  return Py_IS_TYPE(list, kept_list_type) ? reinterpret_cast<KeptList*>(list) : nullptr;
+}
+
+bool may_leave(PyObject* chunk) { return classes->chunk.handles.of(chunk) != Py_None; }
+
+Owned keep(Reference tensor, uint32_t version, PyObject* chunk) {
+  Owned object = checked(_PyObject_New(kept_type));
+  auto* kept = reinterpret_cast<Kept*>(object.get());
+  new (&kept->tensor) Reference(std::move(tensor));
+  kept->version = version;
+  kept->place = kNowhere;
+  kept->handle = nullptr;
+  kept->chunk = Py_XNewRef(chunk);
+  return object;
+}
+
+// Puts it into the list of its chunk.
+void enlist(Kept* kept) {
+  KeptList* list = list_of(kept->chunk);
+  if (list == nullptr) {
+    const Owned made = checked(_PyObject_New(kept_list_type));
+    list = reinterpret_cast<KeptList*>(made.get());
+    new (&list->items) std::vector<Kept*>();
+    classes->chunk.kept.set(kept->chunk, made.get());
+  }
+  list->items.push_back(kept);
+  kept->place = static_cast<uint32_t>(list->items.size() - 1);
+}
+
+void free_kept(PyObject* object) {
+  auto* kept = reinterpret_cast<Kept*>(object);
+  PyTypeObject* type = Py_TYPE(object);
+  if (kept->place != kNowhere) list_of(kept->chunk)->items[kept->place] = nullptr;
+  kept->tensor.~Reference();
+  Py_XDECREF(kept->handle);
+  Py_XDECREF(kept->chunk);
+  PyObject_Free(object);
+  Py_DECREF(type);
+}
+
+void free_kept_list(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  reinterpret_cast<KeptList*>(object)->items.~vector();
+  PyObject_Free(object);
+  Py_DECREF(type);
+}
+
+// What the hooks in Python take in its place: a `SmallHandle` if its chunk may leave, which it is
+// from then on, or a `Resident`.
+Owned in_python(Kept* kept) {
+  if (kept->handle != nullptr) return Owned(Py_NewRef(kept->handle));
+  const Owned tensor = python_object(kept->tensor);
+  const Owned version = checked(PyLong_FromUnsignedLong(kept->version));
+  PyObject* chunk = kept->chunk == nullptr ? Py_None : kept->chunk;
+  if (chunk == Py_None || !may_leave(chunk)) {
+    return checked(PyTuple_Pack(3, tensor.get(), version.get(), chunk));
+  }
+  Owned handle = checked(classes->handle.type->tp_alloc(classes->handle.type, 0));
+  if (kept->handle != nullptr) return Owned(Py_NewRef(kept->handle));  // while memory was collected
+  classes->handle.alias.set(handle.get(), tensor.get());
+  classes->handle.version.set(handle.get(), version.get());
+  classes->handle.chunk.set(handle.get(), chunk);
+  kept->handle = Py_NewRef(handle.get());
+  kept->tensor.reset();
+  return handle;
+}
+
+PyObject* kept_in_python(PyObject* kept, PyObject*) {
+  try {
+    return in_python(reinterpret_cast<Kept*>(kept)).release();
+  } catch (const PythonError&) {
+    return nullptr;
+  }
+}
+
+// The handles of those that live, as `Chunk.living` returns them.
+PyObject* living(PyObject* object, PyObject*) {
+  const auto& items = reinterpret_cast<KeptList*>(object)->items;
+  try {
+    Owned handles = checked(PyList_New(0));
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (items[i] == nullptr) continue;
+      const Owned kept(Py_NewRef(reinterpret_cast<PyObject*>(items[i])));
+      checked(PyList_Append(handles.get(), in_python(items[i]).get()));
+    }
+    return handles.release();
+  } catch (const PythonError&) {
+    return nullptr;
+  }
+}
+
+PyTypeObject* make_type(const char* name, int num_bytes, destructor free, PyMethodDef* methods) {
+  PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(free)},
+                         {Py_tp_methods, methods},
+                         {0, nullptr}};
+  const unsigned int flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  PyType_Spec spec = {name, num_bytes, 0, flags, slots};
+  return reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&spec)).release());
+}
+
+void make_types() {
+  static PyMethodDef kept_methods[] = {
+      {"in_python", kept_in_python, METH_NOARGS, "The handle that the hooks in Python take."}, {}};
+  static PyMethodDef list_methods[] = {
+      {"living", living, METH_NOARGS, "The `SmallHandle` of each that lives."}, {}};
+  kept_type = make_type("penstock.activations.Kept", sizeof(Kept), free_kept, kept_methods);
+  kept_list_type =
+      make_type("penstock.activations.KeptList", sizeof(KeptList), free_kept_list, list_methods);
+}
+
 // What the two hooks of one `Offload` share: a tuple, which the garbage collector can look into.
 struct State {
   PyObject* items;
@@ -253,7 +392,6 @@ struct State {
   PyObject* known() const { return PyTuple_GET_ITEM(items, 2); }    // `ModuleStorages.known`
   PyObject* filling() const { return PyTuple_GET_ITEM(items, 3); }  // `SmallSaves.filling`
   Py_ssize_t small_bytes() const { return PyLong_AsSsize_t(PyTuple_GET_ITEM(items, 4)); }
-  bool may_leave() const { return PyTuple_GET_ITEM(items, 5) == Py_True; }
 };
 enum { kPack, kUnpack };  // the first two items: what decides on everything else
 
@@ -337,23 +475,6 @@ void count(const Owned& chunk, const Owned& key, Py_ssize_t num_bytes) {
   classes->record.small_bytes.set(record, checked(PyLong_FromSsize_t(sum)).get());
 }
 
-Owned resident(PyObject* alias, const Owned& version, PyObject* chunk) {
-  return checked(PyTuple_Pack(3, alias, version.get(), chunk));
-}
-
-Owned small_handle(const Owned& alias, const Owned& version, const Owned& chunk) {
-  Owned handle = checked(classes->handle.type->tp_alloc(classes->handle.type, 0));
-  classes->handle.alias.set(handle.get(), alias.get());
-  classes->handle.version.set(handle.get(), version.get());
-  classes->handle.chunk.set(handle.get(), chunk.get());
-  PyObject* handles = classes->chunk.handles.of(chunk.get());
-  if (handles != Py_None) {
-    const Owned weak = checked(PyWeakref_NewRef(handle.get(), nullptr));
-    checked(PyList_Append(handles, weak.get()));
-  }
-  return handle;
-}
-
 Owned pack(State state, PyObject* tensor) {
   if (!classes->has_plain(tensor)) return nullptr;
   c10::TensorImpl& implementation = classes->tensor.implementation(tensor);
@@ -361,8 +482,7 @@ Owned pack(State state, PyObject* tensor) {
   const c10::StorageImpl* storage = implementation.unsafe_storage().unsafeGetStorageImpl();
   const auto num_bytes = static_cast<Py_ssize_t>(storage->nbytes());
   const Owned key = checked(PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage)));
-  const Owned version =
-      checked(PyLong_FromUnsignedLong(implementation.version_counter().current_version()));
+  const uint32_t version = implementation.version_counter().current_version();
   const bool is_leaf = is_parameter(implementation);
   const bool is_shown = is_leaf || is_view_of_parameter(tensor, implementation);
   if (is_shown) remember(state, tensor, key);
@@ -371,38 +491,48 @@ Owned pack(State state, PyObject* tensor) {
   if (!stays && !(num_bytes > 0 && num_bytes < state.small_bytes())) return nullptr;
   // Others than leaves may own the graph node that will own the handle. Before the chunk is looked
   // at, as it gives up the GIL.
-  const Owned alias = implementation.requires_grad() && !is_leaf ? alias_of(implementation)
-                                                                 : Owned(Py_NewRef(tensor));
-  if (stays) return resident(alias.get(), version, Py_None);
+  Reference alias = implementation.requires_grad() && !is_leaf
+                        ? alias_of(implementation)
+                        : Reference::reclaim_copy(&implementation);
+  if (stays) return keep(std::move(alias), version, nullptr);
   const Owned chunk = open_chunk(state, tensor, implementation, num_bytes);
   if (chunk == nullptr) return nullptr;
   count(chunk, key, num_bytes);
-  return state.may_leave() ? small_handle(alias, version, chunk)
-                           : resident(alias.get(), version, chunk.get());
+  Owned kept = keep(std::move(alias), version, chunk.get());
+  if (may_leave(chunk.get())) enlist(reinterpret_cast<Kept*>(kept.get()));
+  return kept;
 }
 
 // ------------------------------------------------------------------------------- restoring
 
-bool is_at(PyObject* tensor, PyObject* version) {
+bool is_at(const c10::TensorImpl& implementation, unsigned long version) {
+  return implementation.version_counter().current_version() == version;
+}
+
+// `chunk` and `version` may be None.
+Owned unpack_python(PyObject* tensor, PyObject* version, PyObject* chunk) {
+  if (chunk != Py_None && !classes->chunk.used.is_true(chunk)) return nullptr;
+  if (version == Py_None || !classes->has_plain(tensor)) return nullptr;
   const c10::TensorImpl& implementation = classes->tensor.implementation(tensor);
-  return implementation.version_counter().current_version() == PyLong_AsUnsignedLong(version);
+  return is_at(implementation, PyLong_AsUnsignedLong(version)) ? Owned(Py_NewRef(tensor)) : nullptr;
+}
+
+Owned unpack_small(PyObject* handle) {
+  return unpack_python(classes->handle.alias.of(handle), classes->handle.version.of(handle),
+                       classes->handle.chunk.of(handle));
 }
 
 Owned unpack(State, PyObject* handle) {
   if (PyTuple_CheckExact(handle)) {  // a `Resident`
-    PyObject* tensor = PyTuple_GET_ITEM(handle, 0);
-    PyObject* version = PyTuple_GET_ITEM(handle, 1);
-    PyObject* chunk = PyTuple_GET_ITEM(handle, 2);
-    if (chunk != Py_None && !classes->chunk.used.is_true(chunk)) return nullptr;
-    if (version == Py_None || !classes->has_plain(tensor)) return nullptr;
-    if (!is_at(tensor, version)) return nullptr;
-    return Owned(Py_NewRef(tensor));
+    return unpack_python(PyTuple_GET_ITEM(handle, 0), PyTuple_GET_ITEM(handle, 1),
+                         PyTuple_GET_ITEM(handle, 2));
   }
-  if (!Py_IS_TYPE(handle, classes->handle.type)) return nullptr;
-  if (!classes->chunk.used.is_true(classes->handle.chunk.of(handle))) return nullptr;
-  PyObject* alias = classes->handle.alias.of(handle);
-  if (alias == Py_None || !is_at(alias, classes->handle.version.of(handle))) return nullptr;
-  return Owned(Py_NewRef(alias));
+  if (Py_IS_TYPE(handle, classes->handle.type)) return unpack_small(handle);
+  if (!Py_IS_TYPE(handle, kept_type)) return nullptr;
+  const auto& kept = *reinterpret_cast<Kept*>(handle);
+  if (kept.handle != nullptr) return unpack_small(kept.handle);
+  if (kept.chunk != nullptr && !classes->chunk.used.is_true(kept.chunk)) return nullptr;
+  return is_at(*kept.tensor, kept.version) ? python_object(kept.tensor) : nullptr;
 }
 
 // ------------------------------------------------------------------------------- the hooks
@@ -416,7 +546,14 @@ PyObject* hook(PyObject* items, PyObject* argument) {
     PyErr_Clear();
   } catch (const std::exception&) {  // of PyTorch's; it will raise it there as well
   }
-  return PyObject_CallOneArg(PyTuple_GET_ITEM(items, otherwise), argument);
+  try {
+    const Owned known = Py_IS_TYPE(argument, kept_type)
+                            ? in_python(reinterpret_cast<Kept*>(argument))
+                            : Owned(Py_NewRef(argument));
+    return PyObject_CallOneArg(PyTuple_GET_ITEM(items, otherwise), known.get());
+  } catch (const PythonError&) {
+    return nullptr;
+  }
 }
 
 PyMethodDef kPackMethod = {"pack", hook<pack, kPack>, METH_O, nullptr};
@@ -427,7 +564,10 @@ PyMethodDef kUnpackMethod = {"unpack", hook<unpack, kUnpack>, METH_O, nullptr};
 // The pair of hooks, which leave to the first two items of `state` what they do not do themselves.
 extern "C" PyObject* penstock_common_saves(PyObject* types, PyObject* state) {
   try {
-    if (classes == nullptr) classes = new Classes(types);
+    if (classes == nullptr) {
+      make_types();
+      classes = new Classes(types);
+    }
     const Owned module = checked(PyUnicode_FromString("penstock.activations"));  // named by Dynamo
     const Owned pack_hook = checked(PyCFunction_NewEx(&kPackMethod, state, module.get()));
     const Owned unpack_hook = checked(PyCFunction_NewEx(&kUnpackMethod, state, module.get()));
