@@ -169,8 +169,7 @@ class Borrowed {
   ~Borrowed() { tensor_.unsafeReleaseIntrusivePtr().release(); }
   Borrowed(const Borrowed&) = delete;
 
-  bool is_leaf() const { return tensor_.is_leaf(); }
-  bool is_view() const { return tensor_.is_view(); }
+  const at::TensorBase& tensor() const { return tensor_; }
 
  private:
   at::TensorBase tensor_;
@@ -190,12 +189,11 @@ Owned python_object(const Reference& tensor) {
 
 struct Tensor {
   explicit Tensor(PyObject* type)
-      : base(type, "_base"), device(type, "device"), storage(type, "untyped_storage"),
-        implementation_(type) {}
+      : device(type, "device"), storage(type, "untyped_storage"), implementation_(type) {}
 
   c10::TensorImpl& implementation(PyObject* tensor) const { return implementation_.of(tensor); }
 
-  Member base, device, storage;
+  Member device, storage;
 
  private:
   mutable Implementation implementation_;
@@ -419,14 +417,12 @@ void remember(State state, PyObject* tensor, const Owned& key) {
   checked(PyDict_SetItem(state.known(), key.get(), weak.get()));
 }
 
-bool is_parameter(c10::TensorImpl& implementation) {
-  return implementation.requires_grad() && Borrowed(implementation).is_leaf();
+bool is_parameter(const at::TensorBase& tensor) {
+  return tensor.requires_grad() && tensor.is_leaf();
 }
 
-bool is_view_of_parameter(PyObject* tensor, c10::TensorImpl& implementation) {
-  if (!Borrowed(implementation).is_view()) return false;
-  const Owned base = classes->tensor.base.of(tensor);
-  return is_parameter(classes->tensor.implementation(base.get()));
+bool is_view_of_parameter(const at::TensorBase& tensor) {
+  return tensor.is_view() && is_parameter(tensor._base());
 }
 
 // Whether this is a small window on data that was not computed here, such as a data set.
@@ -483,8 +479,9 @@ Owned pack(State state, PyObject* tensor) {
   const auto num_bytes = static_cast<Py_ssize_t>(storage->nbytes());
   const Owned key = checked(PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage)));
   const uint32_t version = implementation.version_counter().current_version();
-  const bool is_leaf = is_parameter(implementation);
-  const bool is_shown = is_leaf || is_view_of_parameter(tensor, implementation);
+  const Borrowed borrowed(implementation);
+  const bool is_leaf = is_parameter(borrowed.tensor());
+  const bool is_shown = is_leaf || is_view_of_parameter(borrowed.tensor());
   if (is_shown) remember(state, tensor, key);
   const bool stays = is_shown || is_known(state, key) ||
                      (num_bytes > 0 && is_window_on_input(implementation, num_bytes));
