@@ -26,6 +26,7 @@ from pathlib import Path
 
 from _rows import REPOSITORY, BenchmarkRow, Limit, announce, argument_parser, read_rows, write_rows
 
+PLANS = "PLANS"  # in a command: a folder for each revision, whose plans the later rounds run again
 COMMANDS = {
     "capture": [["capture.py", "--layers", "12"]],
     "offload": [
@@ -35,7 +36,7 @@ COMMANDS = {
     "execute": [
         [
             *("execute.py", "--models", "gpt2", "--arms", "full", "1/4 host"),
-            *("--rounds", "1", "--steps", "3", "--time-limit", "5"),
+            *("--rounds", "1", "--steps", "3", "--time-limit", "5", "--plans", PLANS),
         ],
         ["execute.py", "--part", "operators", "--rounds", "2"],
     ],
@@ -120,7 +121,9 @@ def run_round(command: list[str], trees: dict[str, Path], rounds: Path, device: 
     number = len(list(rounds.glob("[0-9]*")))
     with tempfile.TemporaryDirectory() as folder:
         for name in ORDER if number % 2 == 0 else ORDER[::-1]:
-            run(command, trees[name], Path(folder, name), device)
+            plans = str(rounds / "plans" / name)
+            flags = [plans if flag == PLANS else flag for flag in command]
+            run(flags, trees[name], Path(folder, name), device)
         shutil.copytree(folder, rounds / f"{number:03}")
 
 

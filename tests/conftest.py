@@ -231,12 +231,12 @@ def simulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]
 def _unnamed_files() -> set[str]:
     """Open files on disk that no directory lists: the kernel keeps them for a store still open."""
     found = set()
-    descriptors = Path("/proc/self/fd")
-    if not descriptors.is_dir():
+    descriptors = "/proc/self/fd"
+    if not os.path.isdir(descriptors):
         return found
     for number in os.listdir(descriptors):
         try:
-            target = os.readlink(descriptors / number)
+            target = os.readlink(f"{descriptors}/{number}")
         except OSError:  # the descriptor that listed the directory
             continue
         # O_TMPFILE looks like "/dir/#1234 (deleted)"; torch has unnamed shared memory of its own.

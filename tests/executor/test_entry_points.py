@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from _planned import CASES, bound, trainee
-from penstock.executor.program import operators
+from penstock.executor.program import _entry_points, operators
 from penstock.executor.program._entry_points import find_entry_point
 from penstock.graph.encoding import resolve
 
@@ -97,3 +97,19 @@ def test_defaults_that_are_not_the_schemas_are_noticed():
     function, _ = quickest("aten.sum.dim_IntList", x, [0], True)
     assert function is torch._C._VariableFunctions.sum
     assert function(x, [0], True).shape == (1, 2)
+
+
+def test_the_same_forms_of_arguments_are_tried_once(monkeypatch):
+    forms, tried = [torch.ones(3, 7), torch.ones(3, 7, dtype=torch.float64), torch.ones(7, 3)], []
+    monkeypatch.setattr(_entry_points, "_known", {})
+    real = _entry_points._catch_call
+    monkeypatch.setattr(
+        _entry_points, "_catch_call", lambda call: [tried.append(call), real(call)][1]
+    )
+    for tensor in forms:
+        first = quickest("aten.mul.out", tensor, 2, out=torch.empty_like(tensor))
+        num_tried = len(tried)
+        place = torch.empty_like(tensor)
+        again, kwargs = quickest("aten.mul.out", torch.zeros_like(tensor), 2, out=place)
+        assert len(tried) == num_tried and again is first[0] and kwargs["out"] is place
+    assert len(tried) == 2 * len(forms)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from torch import distributed, multiprocessing
 from fork_servers import find_python
 
 NUM_RANKS = 2
+PRELOADED = ["accelerate", "lightning", "peft", "_sharded_cases", "_rank_cases", "_layer_models"]
+PRELOADED += [f"penstock.{name}" for name in ("batching", "lora", "spectral", "unified")]
 needs_gloo = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
     reason="torch came without gloo",
@@ -66,13 +69,16 @@ def start(
     work: Callable[[Path], Any], num_ranks: int, folder: Path, *, join: bool = False
 ) -> list[Any]:
     """Start `work(folder)` on ranks, each of which saves what it returns; return the processes."""
-    # Imports take most of the time: one process does them for all ranks of all tests.
-    libraries = ["accelerate", "lightning", "peft", "penstock.batching", "_sharded_cases"]
-    multiprocessing.set_forkserver_preload(libraries)
+    # Imports take most of the time: one process does them for all ranks of all tests. It looks for
+    # modules where Python does by itself, not where pytest has added folders.
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    multiprocessing.set_executable(find_python("libraries"))
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     arguments = (num_ranks, _free_port(), work, str(folder))
-    started = multiprocessing.start_processes(
-        _one_rank, arguments, nprocs=num_ranks, join=join, start_method="forkserver"
-    )
+    with mock.patch.dict(os.environ, found):
+        started = multiprocessing.start_processes(
+            _one_rank, arguments, nprocs=num_ranks, join=join, start_method="forkserver"
+        )
     return [] if started is None else started.processes
 
 
