@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 VARIABLE = "FORK_SERVERS_OF_TESTS"
 LIBRARIES = {
-    "torch": ["numpy", "torch", "pytest", "hypothesis"],
+    "torch": ["numpy", "torch", "pytest"],
     "dynamo": ["numpy", "torch", "torch._dynamo"],  # and Triton, which does not interpret then
     "libraries": [
         *("numpy", "torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"),
