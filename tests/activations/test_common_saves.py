@@ -248,6 +248,18 @@ def test_what_is_kept_of_a_result_shares_its_version_and_no_graph(offloads):
         unpack(handle)
 
 
+def test_a_tensor_that_only_its_handle_keeps_is_the_same_object(offloads):
+    for offload in offloads:
+        pack, unpack = hooks_of(offload)
+        tensor = torch.ones(4)
+        tensor.name_of_user, weak = "kept", weakref.ref(tensor)
+        handle = pack(tensor)
+        del tensor
+        gc.collect()
+        restored = unpack(handle)
+        assert restored.name_of_user == "kept" and weak() is restored
+
+
 def test_a_forked_child_notes_nothing(store):
     offload = penstock.offload(store)
     pack, _ = hooks_of(offload)

@@ -113,3 +113,14 @@ def test_the_same_forms_of_arguments_are_tried_once(monkeypatch):
         again, kwargs = quickest("aten.mul.out", torch.zeros_like(tensor), 2, out=place)
         assert len(tried) == num_tried and again is first[0] and kwargs["out"] is place
     assert len(tried) == 2 * len(forms)
+
+
+def test_operators_of_the_registry_are_looked_up_each_time(monkeypatch):
+    """Somebody may have registered another one under the name since."""
+    monkeypatch.setattr(_entry_points, "_known", {})
+    target, x = "aten.lift_fresh_copy.default", torch.ones(2)
+    monkeypatch.setattr(_entry_points, "_find_candidates", lambda *_: iter(()))
+    assert quickest(target, x)[0] is resolve(target)._op
+    another = resolve("aten.clone.default")
+    monkeypatch.setattr(_entry_points, "resolve", lambda _: another)
+    assert quickest(target, x)[0] is another._op

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import spawn as mp_spawn
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -72,10 +73,10 @@ def start(
     # Imports take most of the time: one process does them for all ranks of all tests. It looks for
     # modules where Python does by itself, not where pytest has added folders.
     multiprocessing.set_forkserver_preload(PRELOADED)
-    multiprocessing.set_executable(find_python("libraries"))
-    found = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    libraries = mock.patch.object(mp_spawn, "_python_exe", os.fsencode(find_python("libraries")))
     arguments = (num_ranks, _free_port(), work, str(folder))
-    with mock.patch.dict(os.environ, found):
+    with mock.patch.dict(os.environ, found), libraries:
         started = multiprocessing.start_processes(
             _one_rank, arguments, nprocs=num_ranks, join=join, start_method="forkserver"
         )

@@ -30,7 +30,8 @@ from penstock.graph.encoding import resolve
 
 Function = Callable[..., Any]
 _MOST_KNOWN = 4096
-_known: dict[Any, Function] = {}  # by operator and forms of its arguments
+# By operator and forms of its arguments; None for the registry's, which may be registered anew.
+_known: dict[Any, Function | None] = {}
 
 
 def find_entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Function:
@@ -48,11 +49,13 @@ def find_entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Fu
             that argument.
     """
     key = target, _form_of(args), _form_of(list(kwargs.items()))
-    if key not in _known:
+    function = _known.get(key)
+    if function is None and key not in _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = _find_function(target, args, kwargs)
-    function = _known[key]
+        function = _known[key] = _find_function(target, args, kwargs)
+    if function is None:
+        return resolve(target)._op
     for candidate in _find_candidates(target, args, kwargs):
         if candidate.func is function:
             kwargs.clear()
@@ -61,15 +64,15 @@ def find_entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Fu
     return function
 
 
-def _find_function(target: str, args: list[Any], kwargs: dict[str, Any]) -> Function:
-    registered = resolve(target)._op
-    expected = _catch_call(functools.partial(registered, *args, **kwargs))
+def _find_function(target: str, args: list[Any], kwargs: dict[str, Any]) -> Function | None:
+    """Return torch's function that runs the operator; None if there is none."""
+    expected = _catch_call(functools.partial(resolve(target)._op, *args, **kwargs))
     if expected is not None:
         for candidate in _find_candidates(target, args, kwargs):
             found = _catch_call(candidate)
             if found is not None and _is_same_call(found, expected):
                 return candidate.func
-    return registered
+    return None
 
 
 def _form_of(value: Any) -> Any:
