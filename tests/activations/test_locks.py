@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import penstock
-from _waiting import wait_until, wait_until_nothing_is_resident
+from _waiting import wait_until, wait_until_nothing_is_resident, wait_until_written
 from penstock.activations import _engine
 from penstock.activations._routes import FileRoute
 from penstock.activations._transfers import Reaper
@@ -288,3 +289,47 @@ def test_a_block_is_left_where_it_was_entered_and_closed_afterwards(store):
     offload.close()
     with pytest.raises(RuntimeError, match="is closed"):
         offload.__enter__()
+
+
+def test_a_read_that_is_taken_back_before_it_began_is_asked_for_again(store, monkeypatch):
+    x = torch.full((64, 64), 0.5, requires_grad=True)
+    offload = penstock.offload(store, policy="all", min_bytes=0)
+    with offload:
+        loss = (x.sin() * x.cos()).sum()
+        wait_until_written(offload)
+    engine = offload._engine
+    workers = engine._reads.workers_now
+
+    def put_as_another_thread_closes(record: Any) -> None:
+        monkeypatch.undo()
+        workers.queue.append(record)  # and no thread has it
+        threading.Thread(target=engine.close).start()
+
+    monkeypatch.setattr(workers, "put", put_as_another_thread_closes)
+    loss.backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full_like(x, math.cos(1.0)))
+
+
+def test_a_record_whose_put_was_interrupted_leaves_after_all(store, monkeypatch):
+    x = torch.full((64, 64), 0.5, requires_grad=True)
+    offload = penstock.offload(store, policy="all", min_bytes=0)
+    with offload:
+        loss = (x.sin() * x.cos()).sum()
+        wait_until_written(offload)
+        workers = offload._engine._writes.workers
+        wait_until(lambda: len(workers._has_work._waiting) == 2)
+
+        def interrupted() -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(workers._has_work, "notify", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _ = x.tan() * x.exp()
+        assert workers.queue
+        offload._engine.settle()
+        wait_until(lambda: not workers.queue)
+    loss.backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full_like(x, math.cos(1.0)))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from _waiting import wait_until
 from penstock.activations._transfers import Callbacks, Changed, Reaper, Workers
 
 NAME = "penstock-test"
@@ -89,3 +90,23 @@ def test_a_reaper_that_was_interrupted_starts_again(changed, monkeypatch):
     reaper.on_death(object())  # pyright: ignore[reportArgumentType]
     assert collected.wait(10)
     reaper.stop()
+
+
+def test_a_record_wakes_one_thread_and_changes_of_the_engine_wake_none(changed):
+    made, moved = workers(changed)
+    with changed.lock:
+        made.put("first")  # pyright: ignore[reportArgumentType]
+    idle = made._has_work._waiting
+    wait_until(lambda: len(idle) == 3 and len(moved) == 1)
+    with changed.lock:
+        changed.notify_all()
+        assert len(idle) == 3
+        made.put("second")  # pyright: ignore[reportArgumentType]
+        made.put("third")  # pyright: ignore[reportArgumentType]
+        assert len(idle) == 1
+    wait_until(lambda: len(idle) == 3 and len(moved) == 3)
+    with changed.lock:
+        ended = made.stop()
+        assert not idle
+    for thread in ended:
+        thread.join(10)

@@ -264,7 +264,7 @@ def test_operators_that_need_too_much_are_split(tmp_path):
 
 def test_ctrl_c_takes_the_best_plan_so_far(tmp_path):
     path, saved_plan = tmp_path / "graph.json", tmp_path / "plan.json"
-    step = graph_cases.chain_step(500, weight_bytes=2**20, activation_bytes=2**22)
+    step = graph_cases.chain_step(200, weight_bytes=2**20, activation_bytes=2**22)
     timed(step, 1e-4).save(path)  # moving takes longer than computing: the search goes on
     options = ["--device-memory", "40%", "--machine", "v100-16gb-pcie3", "--time-limit", "600"]
     command = [find_python("torch"), "-m", "penstock", "plan", str(path), *options]

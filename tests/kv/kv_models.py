@@ -83,11 +83,29 @@ MODELS = {
     "t5": _t5,
     "mixtral": _decoder("MixtralConfig", "MixtralForCausalLM", num_local_experts=4),
 }
+_SINKS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 70,
+}
+WITH_SINKS = {
+    "gpt_oss": _decoder(
+        "GptOssConfig", "GptOssForCausalLM", num_local_experts=4, num_experts_per_tok=2, **_SINKS
+    ),
+    "granite": _decoder("GraniteSWAConfig", "GraniteSWAForCausalLM", **_SINKS),
+    "mimo": _decoder(  # sinks, and twice the heads of keys, in the layer with a window only
+        "MiMoV2FlashConfig",
+        "MiMoV2FlashForCausalLM",
+        v_head_dim=16,
+        mlp_layer_types=["dense", "dense"],
+        **_SINKS,
+    ),
+}
+"""Models whose attention has a sink of each head: one score more, of a key without a value."""
 
 
 def make_model(kind: str) -> Any:
     torch.manual_seed(0)
-    model = MODELS[kind]().eval()
+    model = (MODELS | WITH_SINKS)[kind]().eval()
     model.generation_config.eos_token_id = None
     return model
 

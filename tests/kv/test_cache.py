@@ -12,6 +12,7 @@ import torch
 import penstock
 from kv_models import (
     MODELS,
+    WITH_SINKS,
     assert_same,
     cache_bytes,
     generate,
@@ -77,6 +78,54 @@ def test_200_tokens_are_the_same_from_a_file(kind: str, store: Path):
     with make_cache(model, budget, store=store) as cache:
         assert_same(generate(model, prompt, 200, past_key_values=cache), theirs)
         check_bytes(cache.report(), budget)
+
+
+@pytest.mark.parametrize("kind", WITH_SINKS)
+def test_attention_sinks(kind: str, store: Path):
+    model, prompt = make_model(kind), make_prompt(250)
+    for module in model.modules():
+        if getattr(module, "sinks", None) is not None:
+            torch.nn.init.normal_(module.sinks, 2.0)  # a share of the weights that cannot be missed
+    theirs = generate(model, prompt, 60)
+    with make_cache(model, "128KiB", store=store) as cache:
+        assert_same(generate(model, prompt, 60, past_key_values=cache), theirs)
+        assert cache.report().num_misses > 0
+        with torch.no_grad():
+            beside = model(**prompt).logits  # a call without the cache, while it lives
+    is_token = prompt["attention_mask"].bool()
+    with torch.no_grad():
+        alone = model(**prompt).logits
+    torch.testing.assert_close(beside[is_token], alone[is_token], atol=1e-4, rtol=1e-4)
+
+
+def test_sinks_take_their_share_of_the_weights_that_a_selector_sees():
+    model, prompt = make_model("granite"), make_prompt(64, batch_size=1)
+    sums = []
+    for score in (-100.0, 100.0):
+        for module in model.modules():
+            if hasattr(module, "sinks"):
+                module.sinks.data.fill_(score)
+        selector = _Weights()
+        with make_cache(model, "4MiB", selector=selector) as cache, torch.no_grad():
+            model(**prompt, past_key_values=cache)
+            model(input_ids=prompt["input_ids"][:, :1], past_key_values=cache)
+        sums.append(torch.stack(selector.weights).sum(2))
+    assert ((sums[0] > 0.01) & (sums[0] < 2.0)).all()  # of two query heads of each KV head
+    assert (sums[1] < 1e-20).all()
+
+
+class _Weights:
+    """A selector of all blocks that keeps what it is told of their weights."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+
+    def select(self, query: torch.Tensor, layer: int, pool: Any) -> torch.Tensor:
+        shape = (query.shape[0], 2, -1)
+        return torch.arange(pool.num_blocks(layer)).expand(shape)
+
+    def note(self, layer: int, blocks: torch.Tensor, weights: torch.Tensor) -> None:
+        self.weights.append(weights)
 
 
 def check_bytes(report: Any, budget: int) -> None:

@@ -69,26 +69,20 @@ def test_attention_weights():
             model(**prompt, past_key_values=cache, output_attentions=True)
 
 
-def test_attention_sinks_of_gpt_oss():
-    settings = transformers.GptOssConfig(
-        vocab_size=89,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        pad_token_id=0,
-    )
-    model = transformers.GptOssForCausalLM(settings).eval()
-    try:
-        cache = make_cache(model)
-    except (PenstockError, ValueError):
-        return  # Transformers itself may refuse an implementation that it does not know
-    with cache, torch.no_grad(), pytest.raises(PenstockError, match="s_aux"):
-        model(**make_prompt(40), past_key_values=cache)
+def test_attention_sinks_of_another_shape():
+    model = make_model("granite")
+    for module in model.modules():
+        if hasattr(module, "sinks"):
+            module.sinks.data = torch.zeros(3)
+    with make_cache(model) as cache, torch.no_grad():
+        with pytest.raises(PenstockError, match=r"s_aux= of the shape \(3,\).*\(4,\)"):
+            model(**make_prompt(40), past_key_values=cache)
+
+
+def test_training_with_attention_sinks_beside_a_cache():
+    model = make_model("gpt_oss")
+    with make_cache(model), pytest.raises(PenstockError, match=r"attention sinks.*close the cache"):
+        model(**make_prompt(40))
 
 
 def test_a_model_that_computes_attention_itself():

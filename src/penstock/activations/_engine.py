@@ -312,6 +312,7 @@ class Engine:
         except BaseException:
             record.activity = Activity.IDLE
             self._account.remove(record)
+            self._changed.notify_all()
             raise
         try:
             self._reads.read_now(record)
@@ -368,6 +369,8 @@ class Engine:
         records = [*self._records, *(record for record in self._busy.values() if record.dead)]
         self._writes.recount(records)
         self._account.recount(records)
+        for workers in (self._writes.workers, self._reads.workers, self._reads.workers_now):
+            workers.resume()
 
     def _destroy(self, record: Record) -> None:
         if record.dead:

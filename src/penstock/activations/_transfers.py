@@ -50,7 +50,7 @@ class Changed:
         self._waiting: deque[Any] = deque()
 
     def wait(self) -> None:
-        """Release the lock, sleep until the next `notify_all`, and take it again."""
+        """Release the lock, sleep until a notification, and take it again."""
         turn = threading.Lock()
         turn.acquire()
         self._waiting.append(turn)
@@ -64,6 +64,11 @@ class Changed:
         """Replace the lock in a forked child: a thread that is not there may hold it."""
         self.lock = threading.Lock()
         self._waiting.clear()
+
+    def notify(self) -> None:
+        """Wake one thread, if any waits; with the lock held, and where only workers wait."""
+        if self._waiting:
+            self._waiting.pop().release()
 
     def notify_all(self) -> None:
         """Wake all that wait; with the lock held."""
@@ -103,7 +108,9 @@ class Workers:
         self, callbacks: Callbacks, move: Callable[[Record], None], *, name: str, num_threads: int
     ) -> None:
         self.queue: deque[Record] = deque()
-        self._changed = callbacks.changed
+        self._lock = callbacks.changed.lock
+        # Not the engine's condition: each of its changes would wake every idle thread.
+        self._has_work = Changed(self._lock)
         self._callbacks = callbacks
         self._move = move
         self._name = name
@@ -130,7 +137,12 @@ class Workers:
             # Last: after an interrupt before it those that have started end, and others come.
             living = [thread for thread in self._threads if thread.is_alive()]
             self._threads, self._stop = living + threads, stop
-        self._changed.notify_all()
+        self._has_work.notify()
+
+    def resume(self) -> None:
+        """Wake the threads for what is queued, as `put` may have been interrupted before it did."""
+        if self.queue:
+            self._has_work.notify_all()
 
     def stop(self) -> list[threading.Thread]:
         """Tell the threads to end after the transfer they are in.
@@ -140,11 +152,11 @@ class Workers:
         """
         self._stop[0] = True
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._changed.notify_all()
+        self._has_work.notify_all()
         return list(self._threads)
 
     def _loop(self, stop: list[bool]) -> None:
-        with self._changed.lock:
+        with self._lock:
             while self._stop is stop and not stop[0]:
                 if self.queue:
                     record = self.queue.popleft()
@@ -156,7 +168,7 @@ class Workers:
                 else:
                     self._callbacks.collect()  # which may queue something, or stop this thread
                     if not self.queue and not stop[0]:
-                        self._changed.wait()
+                        self._has_work.wait()
 
 
 class Reaper:
@@ -400,6 +412,7 @@ class RecordReads:
             record.activity = Activity.IDLE
             self._account.set_prefetched(record, False)
             self._account.remove(record)
+            self._changed.notify_all()
 
     def cancel_all(self) -> None:
         """Take back all reads that have not begun."""

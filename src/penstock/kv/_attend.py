@@ -68,7 +68,7 @@ def attend_pool(
         if part is None:
             value_dim = pool.layout(layer).value_dim if fresh is None else fresh[1].shape[3]
             part = nothing(query, value_dim)
-        out = part[0].to(query.dtype)
+        out = rule.weigh_down(*part).to(query.dtype)
     return pool.platform.hand_over(out)
 
 
@@ -142,6 +142,7 @@ class _Step:
         layout = state.layout
         T = layout.block_tokens
         self._platform, self._state, self._is_noted = platform, state, is_noted
+        self._rule = rule
         self._shape = (state.batch_size, layout.num_heads)
         self._query_shape = query.shape[:3]
         self.attention = platform.attention(query.detach(), layout, rule.scale, rule.softcap)
@@ -266,8 +267,8 @@ class _Step:
     def sum_shares(self, block_lse: torch.Tensor) -> torch.Tensor:
         """Return the shares of records `(B, Hq, n, k)` of the weights, by KV head, `(B, H, k)`."""
         lse = self.attention.lse
-        lse = lse.masked_fill(lse == -math.inf, 0.0)
-        share = (block_lse - lse.unsqueeze(-1)).exp()
+        base = lse.masked_fill(lse == -math.inf, 0.0)
+        share = self._rule.weigh_down((block_lse - base.unsqueeze(-1)).exp(), lse)
         return share.unflatten(1, (self._shape[1], -1)).sum((2, 3))
 
     def shares(self, is_read: np.ndarray) -> _Part:

@@ -29,16 +29,19 @@ class ScoreRule:
         softcap: c of c tanh(s / c); None: no capping.
         bias: `(1 or B, 1 or Hq, n, tokens)`, added to the scores; None: nothing.
         bias_start: Token that the first column of `bias` belongs to.
+        sinks: float32 `(Hq,)`: score of one key more of each query head, whose value is 0; None:
+            there is none.
     """
 
     scale: float
     softcap: float | None = None
     bias: torch.Tensor | None = None
     bias_start: int = 0
+    sinks: torch.Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
-        """True where scores are scaled products."""
+        """True where the scores of tokens are scaled products."""
         return self.softcap is None and self.bias is None
 
     def bias_between(self, first: int, last: int, queries: slice) -> torch.Tensor | None:
@@ -46,6 +49,20 @@ class ScoreRule:
         if self.bias is None:
             return None
         return self.bias[:, :, queries, first - self.bias_start : last - self.bias_start]
+
+    def weigh_down(self, tensor: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Multiply by the share of the weights that the sinks leave to the tokens.
+
+        With l the log-sum-exp of the tokens and s the score of a sink it is
+        exp(l) / (exp(l) + exp(s)).
+
+        Args:
+            tensor: `(B, Hq, n, ...)`: their result, or shares in it.
+            lse: `(B, Hq, n)`, over all tokens.
+        """
+        if self.sinks is None:
+            return tensor
+        return tensor * (lse - self.sinks.to(lse.dtype)[:, None]).sigmoid().unsqueeze(-1)
 
 
 def score(

@@ -43,6 +43,7 @@ def attend_interface(
     scaling: float | None = None,
     softcap: float | None = None,
     position_bias: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return attention over a pool's layer, or over tensors where the call has no pool.
@@ -57,6 +58,7 @@ def attend_interface(
         scaling: Factor of the scores; None: 1 / sqrt(key_dim).
         softcap: c of c tanh(s / c).
         position_bias: `(1, Hq, n, tokens)`, added to the scores.
+        s_aux: `(Hq,)`: scores of attention sinks, keys whose value is 0.
         **kwargs: Arguments that change nothing, or are None.
 
     Returns:
@@ -71,6 +73,12 @@ def attend_interface(
                 f"{type(module).__name__} passes {name}= to its attention, which penstock.kv.cache "
                 "does not support; use another cache for this model, or do not ask for it"
             )
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise PenstockError(
+            f"{type(module).__name__} passes s_aux= of the shape {tuple(s_aux.shape)} to its "
+            f"attention, where penstock.kv.cache takes one score of each head, "
+            f"({query.shape[1]},); use another cache for this model"
+        )
     if not isinstance(key, KeysPlaceholder):
         return _attend_tensors(
             module,
@@ -82,6 +90,7 @@ def attend_interface(
             scaling,
             softcap,
             position_bias,
+            s_aux,
             kwargs.get("is_causal"),
         )
     if module.training or dropout:
@@ -91,8 +100,8 @@ def attend_interface(
         )
     key.layer.check_reader(module)
     is_causal = kwargs.get("is_causal")
-    visibility, rule = _read_mask(module, query, key, attention_mask, is_causal, key.start)
-    rule = _make_rule(query, scaling, softcap, position_bias, rule, key.start)
+    visibility, bias = _read_mask(module, query, key, attention_mask, is_causal, key.start)
+    rule = _make_rule(query, scaling, softcap, position_bias, bias, s_aux, key.start)
     layer = key.layer
     out = attend_pool(
         layer.pool,
@@ -141,13 +150,15 @@ def _make_rule(
     softcap: float | None,
     position_bias: torch.Tensor | None,
     mask_bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     start: int,
 ) -> ScoreRule:
     bias = position_bias if mask_bias is None else mask_bias
     if position_bias is not None and mask_bias is not None:
         bias = position_bias + mask_bias
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return ScoreRule(scale, softcap, None if bias is None else bias.float(), start)
+    bias, sinks = (None if each is None else each.detach().float() for each in (bias, sinks))
+    return ScoreRule(scale, softcap, bias, start, sinks)
 
 
 def _attend_tensors(
@@ -160,10 +171,11 @@ def _attend_tensors(
     scaling: float | None,
     softcap: float | None,
     position_bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     is_causal: bool | None,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention of a call without this cache: of an encoder, or of a model alone."""
-    if softcap is None:
+    if softcap is None and sinks is None:
         if isinstance(mask, RangeMask):
             mask, is_causal = mask.in_memory(), False
         out, _ = sdpa_attention_forward(
@@ -180,11 +192,11 @@ def _attend_tensors(
         return out, None
     if dropout or (torch.is_grad_enabled() and query.requires_grad):
         raise PenstockError(
-            f"{type(module).__name__} caps its scores, through which penstock.kv's attention has "
-            "no gradients; close the cache before training"
+            f"{type(module).__name__} caps its scores or has attention sinks, through which "
+            "penstock.kv's attention has no gradients; close the cache before training"
         )
     visibility, bias = _read_mask(module, query, key, mask, is_causal, 0)
-    rule = _make_rule(query, scaling, softcap, position_bias, bias, 0)
+    rule = _make_rule(query, scaling, softcap, position_bias, bias, sinks, 0)
     start = mask.start if isinstance(mask, RangeMask) else 0
-    out, _ = attend(query, key, value, rule, visibility, start)
+    out = rule.weigh_down(*attend(query, key, value, rule, visibility, start))
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
