@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -151,13 +151,18 @@ def planned(
     optimizer: torch.optim.Optimizer,
     store: Path | None = None,
     *,
+    graph: StepGraph | None = None,
     share: float = 1.0,
     tier: str = "host",
     with_first_batch: bool = False,
     **options: Any,
-) -> PlannedStep:
-    """Bind a plan for a share of the memory that the step would like to have."""
-    graph = capture(model, optimizer, batches()[0], loss=loss_of, **options)
+) -> tuple[PlannedStep, StepGraph]:
+    """Bind a plan for a share of the memory that the step would like to have.
+
+    The graph is that of another model of the same build, or captured here.
+    """
+    if graph is None:
+        graph = capture(model, optimizer, batches()[0], loss=loss_of, **options)
     seed = distributed.get_rank()  # ranks have plans of their own
     found = plan(graph, machine=MACHINE, time_limit=0.05, seed=seed)
     if share < 1:
@@ -169,7 +174,7 @@ def planned(
     how: dict[str, Any] = options if with_first_batch else {"graph": graph}
     if tier == "file":
         how = how | {"store": store}
-    return bind(found, model, optimizer, loss=loss_of, debug=True, **how)
+    return bind(found, model, optimizer, loss=loss_of, debug=True, **how), graph
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -204,16 +209,20 @@ def unlike_eager(
     *,
     between: Between = lambda *_: None,
     before_step: Callable[[nn.Module], Callable[[], object]] | None = None,
-    **options: Any,
+    ways: Sequence[dict[str, Any]] = ({},),
 ) -> list[str]:
-    """Names of what differs between eager and planned training, with the same deeds in between."""
-    ends = []
-    for is_planned in (False, True):
+    """Names of what differs between eager and planned training, with the same deeds in between.
+
+    It is trained eagerly, and then in each way to plan.
+    """
+    ends, graph = [], None
+    for way in (None, *ways):
         model, optimizer = build()
         before = None if before_step is None else before_step(model)
         step = None
-        if is_planned:
-            step = planned(model, optimizer, store, before_step=before, **options)
+        if way is not None:
+            how = {"graph": graph, "before_step": before, **way}
+            step, graph = planned(model, optimizer, store, **how)
         torch.manual_seed(1)
         losses, kept = [], {}
         for number, batch in enumerate(batches()):
@@ -229,7 +238,8 @@ def unlike_eager(
         after = everything(model, optimizer, losses)
         kept = {name: each for name, each in kept.items() if isinstance(each, torch.Tensor)}
         ends.append(found | {f"closed.{name}": each for name, each in after.items()} | kept)
-    return differing(*ends)
+    eager, *others = ends
+    return [name for each in others for name in differing(eager, each)]
 
 
 def evaluate(model: nn.Module, optimizer: Any, number: int, kept: dict[str, Any]) -> None:
@@ -495,8 +505,8 @@ def local_norms(model: nn.Module) -> Callable[[], object]:
     return shrink
 
 
-def unlike(build: Build, **options: Any) -> Callable[[Path], list[str]]:
-    return lambda store: unlike_eager(build, store, **options)
+def unlike(build: Build, *ways: dict[str, Any], **options: Any) -> Callable[[Path], list[str]]:
+    return lambda store: unlike_eager(build, store, ways=ways or ({},), **options)
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -505,13 +515,9 @@ TIGHT_HOST = {"share": 0.6, "tier": "host"}
 TIGHT_FILE = {"share": 0.6, "tier": "file"}
 CASES: dict[str, Callable[[Path], Any]] = {
     # Names of what differs from eager training.
-    "adamw, all memory": unlike(sharded()),
-    "adamw, host": unlike(sharded(), **TIGHT_HOST),
-    "adamw, file": unlike(sharded(), **TIGHT_FILE),
-    "momentum, all memory": unlike(sharded(momentum)),
-    "momentum, host": unlike(sharded(momentum), **TIGHT_HOST),
-    "momentum, file": unlike(sharded(momentum), **TIGHT_FILE),
-    "clipped": unlike(sharded(), before_step=clip, **TIGHT_HOST),
+    "adamw": unlike(sharded(), {}, TIGHT_HOST, TIGHT_FILE),
+    "momentum": unlike(sharded(momentum), {}, TIGHT_HOST, TIGHT_FILE),
+    "clipped": unlike(sharded(), TIGHT_HOST, before_step=clip),
     "clipped to the largest": unlike(
         sharded(change=lambda model: model.scale.requires_grad_(False)),
         before_step=lambda model: clip(model, float("inf")),
@@ -525,20 +531,20 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "checkpoints": unlike(sharded(model_options={"recompute": True})),
     "bfloat16": unlike(sharded(mp_policy=HALF)),
     "bfloat16, no reduce_dtype": unlike(sharded(mp_policy=COMPUTED_IN_HALF)),
-    "evaluated": unlike(sharded(), between=evaluate, **TIGHT_FILE),
-    "saved": unlike(sharded(), between=save, **TIGHT_FILE),
-    "changed in place": unlike(sharded(fused), between=change_in_place, **TIGHT_HOST),
-    "loaded": unlike(sharded(fused), between=back_to_the_first, **TIGHT_HOST),
+    "evaluated": unlike(sharded(), TIGHT_FILE, between=evaluate),
+    "saved": unlike(sharded(), TIGHT_FILE, between=save),
+    "changed in place": unlike(sharded(fused), TIGHT_HOST, between=change_in_place),
+    "loaded": unlike(sharded(fused), TIGHT_HOST, between=back_to_the_first),
     "assigned": unlike(
         sharded(lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+        TIGHT_HOST,
         between=assign_the_first,
-        **TIGHT_HOST,
     ),
-    "eager steps": unlike(sharded(), between=step_eagerly, **TIGHT_HOST),
-    "eager fused steps": unlike(sharded(fused), between=step_eagerly, **TIGHT_HOST),
+    "eager steps": unlike(sharded(), TIGHT_HOST, between=step_eagerly),
+    "eager fused steps": unlike(sharded(fused), TIGHT_HOST, between=step_eagerly),
     "operator by operator": run_by_operators,
     "fitted": fitted,
-    "captured when bound": unlike(sharded(), with_first_batch=True),
+    "captured when bound": unlike(sharded(), {"with_first_batch": True}),
     "two shapes": two_shapes,
     "after a refusal": recovered,
     # Numbers.

@@ -15,8 +15,7 @@ pytest.importorskip("torch.distributed.fsdp", reason="this torch was built witho
 import _sharded_cases
 
 TRAINED = {
-    "adamw": ["adamw, all memory", "adamw, host", "adamw, file"],
-    "momentum": ["momentum, all memory", "momentum, host", "momentum, file"],
+    "optimizers": ["adamw", "momentum"],
     "clipping and accumulation": ["clipped", "clipped to the largest", "accumulated"],
     "ways to run": ["two shapes", "captured when bound", "operator by operator", "fitted"],
     "ways to give up": ["kept whole", "root given up", "several modules in one", "checkpoints"],

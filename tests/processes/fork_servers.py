@@ -24,7 +24,7 @@ LIBRARIES = {
     "dynamo": ["numpy", "torch", "torch._dynamo"],  # and Triton, which does not interpret then
     "libraries": [
         *("numpy", "torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"),
-        *("accelerate", "transformers.trainer", "peft", "torch_geometric.loader"),
+        *("accelerate", "lightning", "transformers.trainer", "peft", "torch_geometric.loader"),
     ],
 }
 LONGEST_LINE = 127  # that names an interpreter

@@ -369,8 +369,7 @@ class Engine:
         records = [*self._records, *(record for record in self._busy.values() if record.dead)]
         self._writes.recount(records)
         self._account.recount(records)
-        for workers in (self._writes.workers, self._reads.workers, self._reads.workers_now):
-            workers.resume()
+        self._reads.resume()
 
     def _destroy(self, record: Record) -> None:
         if record.dead:

@@ -273,9 +273,10 @@ class RecordWrites:
         self.workers.queue.clear()
 
     def recount(self, records: Iterable[Record]) -> None:
-        """Compute the backlog anew from the records."""
+        """Compute the backlog anew from the records, and go on with what is queued."""
         waiting = (Activity.STORE_QUEUED, Activity.STORING)
         self.backlog_bytes = sum(each.num_bytes for each in records if each.activity in waiting)
+        self.workers.resume()
 
     def give_up(self, error: Exception) -> bool:
         """Keep everything from now on, as a write failed; its source is there, nothing is lost.
@@ -420,6 +421,11 @@ class RecordReads:
             for record in workers.queue:
                 self.cancel(record)
             workers.queue.clear()
+
+    def resume(self) -> None:
+        """Go on with what is queued, as `Workers.resume` does."""
+        self.workers.resume()
+        self.workers_now.resume()
 
     def stop(self) -> list[threading.Thread]:
         """Tell the threads to end, as `Workers.stop` does."""

@@ -19,6 +19,7 @@ from penstock.kv._blocks import LayerBlocks
 from penstock.kv._partial import ScoreRule, attend, merge, nothing
 from penstock.kv._platform import Platform
 from penstock.kv._pool import BlockPool
+from penstock.kv._resident import find_tails
 from penstock.kv._visibility import Visibility
 
 FEW_TOKENS = 16
@@ -237,8 +238,7 @@ class _Step:
         table[b, h, c - first] = addresses
         counts[b, h, c - first] = layout.block_tokens
         if with_tail:
-            places = np.arange(shape[0] * shape[1], dtype=np.int64) * layout.record_bytes
-            table[:, :, -1] = (state.tail.data_ptr() + places).reshape(shape[:2])
+            table[:, :, -1] = find_tails(state)
             counts[:, :, -1] = state.num_tail
             self.has_tail = True
         block_lse = self.attention.add(
@@ -299,7 +299,7 @@ def _attend_many(
         for first, keys, values in _gather(pool, layer, query.shape[2], visibility, first_token):
             whole = [merge([*whole, attend(query, keys, values, rule, visibility, first)])]
         if state.num_tail:
-            keys, values = state.layout.split(state.tail)
+            keys, values = state.tail_parts
             first = state.num_blocks * pool.block_tokens
             skipped = max(0, first_token - first)
             if skipped < state.num_tail:

@@ -29,6 +29,14 @@ class LayerBlocks:
     table: np.ndarray
     tail: torch.Tensor
     num_tail: int = 0
+    _tail_parts: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    @property
+    def tail_parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tail's keys and values, `(B, H, block_tokens, dim)`."""
+        if self._tail_parts is None or self._tail_parts[0] is not self.tail:
+            self._tail_parts = self.tail, self.layout.split(self.tail)
+        return self._tail_parts[1]
 
     @property
     def batch_size(self) -> int:
@@ -60,10 +68,10 @@ class LayerBlocks:
             Their number.
         """
         num_tokens = min(keys.shape[2], self.layout.block_tokens - self.num_tail)
-        place = slice(self.num_tail, self.num_tail + num_tokens)
-        for part, tail in zip((keys, values), self.layout.split(self.tail), strict=True):
-            tail[:, :, place] = part[:, :, :num_tokens]
-        self.num_tail = place.stop
+        for part, tail in zip((keys, values), self.tail_parts, strict=True):
+            some = part if num_tokens == part.shape[2] else part[:, :, :num_tokens]
+            tail.narrow(2, self.num_tail, num_tokens).copy_(some)
+        self.num_tail += num_tokens
         return num_tokens
 
     def add(
@@ -84,7 +92,7 @@ class LayerBlocks:
                 end = at + self.fill_tail(keys[:, :, at:], values[:, :, at:])
                 if self.num_tail == T:
                     self.num_tail = 0
-                    yield self.layout.split(self.tail)
+                    yield self.tail_parts
             at = end
 
     @property

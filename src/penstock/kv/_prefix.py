@@ -46,7 +46,7 @@ def save_pool(
         for layer in pool.layers():
             state = pool.blocks(layer)
             pages, table = _number_pages(state.table)
-            keys, values = state.layout.split(state.tail)
+            keys, values = state.tail_parts
             saved = SavedLayer(
                 layer,
                 dataclasses.replace(state.layout, alignment_bytes=DIRECT_IO_BYTES),
@@ -86,7 +86,7 @@ def take_layer(saved: SavedLayer, state: LayerBlocks, pages: PageTable, lower: P
     is_page = saved.table >= 0
     pages.references[taken] = np.bincount(saved.table[is_page], minlength=len(taken))
     state.num_tail = saved.tail_keys.shape[2]
-    keys, values = state.layout.split(state.tail)
+    keys, values = state.tail_parts
     keys[:, :, : state.num_tail] = saved.tail_keys
     values[:, :, : state.num_tail] = saved.tail_values
 

@@ -48,7 +48,7 @@ class ResidentLayers:
         """
         found = self._look_up(state, layer, first_block)
         if found.addresses is None:
-            return None
+            return self._find_some(state, first_block, chosen)
         pages = found.find_pages(self._device.platform.to_host(chosen))
         if pages is None or (len(pages) > 1 and (self._pages.references[pages] > 1).any()):
             return None
@@ -56,6 +56,27 @@ class ResidentLayers:
         records = pages * heads + np.arange(heads)[:, None]
         self._reads.count_hits(state.layout, records.ravel())
         return found.operands(chosen)
+
+    def _find_some(
+        self, state: LayerBlocks, first_block: int, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Do as `find_chosen` for a layer of which some records are resident."""
+        layout, platform = state.layout, self._device.platform
+        pages = find_pages(state.table, first_block, layout.num_heads, platform.to_host(chosen))
+        if pages is None or (len(pages) > 1 and (self._pages.references[pages] > 1).any()):
+            return None
+        records = pages * layout.num_heads + np.arange(layout.num_heads)[:, None]
+        found = self._device.find(layout, records.ravel())
+        if not found.all():
+            return None
+        self._reads.count_hits(layout, records.ravel())
+        B, H, k = records.shape
+        addresses = np.empty((B, H, k + 1), dtype=np.int64)
+        addresses[:, :, :k] = found.reshape(records.shape)
+        addresses[:, :, k] = find_tails(state)
+        counts = np.full(addresses.shape, layout.block_tokens, dtype=np.int32)
+        counts[:, :, k] = state.num_tail
+        return platform.from_host(addresses), platform.from_host(counts)
 
     def _look_up(self, state: LayerBlocks, layer: int, first_block: int) -> ResidentLayer:
         found = self._layers.get(layer)
@@ -93,12 +114,13 @@ class ResidentLayer:
         counts[..., -1] = state.num_tail
         found = None
         addresses = np.zeros(records.shape, dtype=np.int64)
-        if records.size and table.min() >= 0:
+        # Of one sequence all records are distinct.
+        may_be = len(table) > 1 or device.residency(state.layout).num_resident >= records.size
+        if may_be and records.size and table.min() >= 0:
             addresses = device.find(state.layout, records.ravel()).reshape(records.shape)
         if addresses.all():
-            places = np.arange(records.shape[0] * H, dtype=np.int64).reshape(-1, H, 1)
-            tail = state.tail.data_ptr() + places * state.layout.record_bytes
-            found = device.platform.from_host(np.concatenate([addresses, tail], axis=2))
+            tails = find_tails(state)[:, :, None]
+            found = device.platform.from_host(np.concatenate([addresses, tails], axis=2))
         return cls(
             records if found is None else np.unique(records),
             found,
@@ -110,20 +132,9 @@ class ResidentLayer:
         )
 
     def find_pages(self, blocks: np.ndarray) -> np.ndarray | None:
-        """Return the pages of blocks.
-
-        Args:
-            blocks: Numbers, int64 `(B, H, k)`, distinct for each sequence and head.
-
-        Returns:
-            Pages, of the same shape; None where a number is a fill, or not of these blocks.
-        """
-        if blocks.shape[:2] != self.counts.shape[:2] or not blocks.shape[2]:
-            return None
-        columns = blocks - self._first_block if self._first_block else blocks
-        if columns.min() < 0 or columns.max() >= self._table.shape[1]:
-            return None
-        return self._table[np.arange(len(columns))[:, None, None], columns]
+        """Return the pages of blocks, of this layer and no fills, as `find_pages` does."""
+        blocks = blocks - self._first_block if self._first_block else blocks
+        return find_pages(self._table, 0, self.counts.shape[1], blocks)
 
     def operands(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return addresses and counts of some blocks and, last, of the tail.
@@ -147,3 +158,33 @@ class ResidentLayer:
         if is_same:
             self.counts[..., -1].fill_(state.num_tail)
         return is_same
+
+
+def find_pages(
+    table: np.ndarray, first_block: int, num_heads: int, blocks: np.ndarray
+) -> np.ndarray | None:
+    """Return the pages of blocks.
+
+    Args:
+        table: Page of each block, int64 `(B, num_blocks)`.
+        first_block: Number of the first block that may be read.
+        num_heads: H.
+        blocks: Numbers, int64 `(B, H, k)`, distinct for each sequence and head.
+
+    Returns:
+        Pages, of the same shape; None where a number is a fill, not of these blocks, or of one that
+        was dropped.
+    """
+    if blocks.shape[:2] != (len(table), num_heads) or not blocks.shape[2]:
+        return None
+    if blocks.min() < first_block or blocks.max() >= table.shape[1]:
+        return None
+    pages = table[np.arange(len(blocks))[:, None, None], blocks]
+    return None if pages.min() < 0 else pages
+
+
+def find_tails(state: LayerBlocks) -> np.ndarray:
+    """Return the addresses of a layer's tails, int64 `(B, H)`."""
+    shape = state.batch_size, state.layout.num_heads
+    places = np.arange(shape[0] * shape[1], dtype=np.int64).reshape(shape)
+    return state.tail.data_ptr() + places * state.layout.record_bytes
