@@ -319,7 +319,7 @@ def test_trainers_of_a_script_run_as_planned(probed_store: Path, tmp_path: Path)
     (tmp_path / "train.py").write_text(TRAINER)
     plain = run_python("train.py", cwd=tmp_path, python=find_python("libraries"))
     planned = penstock_run(
-        "--plan", "--device-memory", "768KiB", "--store", probed_store, "--time-limit", "1",
+        "--plan", "--device-memory", "768KiB", "--store", probed_store, "--time-limit", "0.3",
         "--report", "out.json", "train.py",
         cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
@@ -440,7 +440,7 @@ def test_errors_of_planning_show_the_scripts_lines_alone(tmp_path: Path, probed_
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(TRAINER)
     done = penstock_run(
-        *("--plan", "--device-memory", "64KiB", "--store", probed_store, "--time-limit", "1"),
+        *("--plan", "--device-memory", "64KiB", "--store", probed_store, "--time-limit", "0.3"),
         "train.py", cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
     assert done.returncode == 1

@@ -269,7 +269,7 @@ def test_a_process_that_is_killed_leaves_no_files(store):
     )
     path = os.pathsep.join(sys.path)
     child = subprocess.Popen(
-        [find_python("torch"), "-c", script, str(store)],
+        [find_python("dynamo"), "-c", script, str(store)],
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         text=True,

@@ -92,7 +92,7 @@ def train_rank(found: Partition, folder: Path) -> dict[str, Any]:
         device_memory=BUDGET,
         store=folder,
         machine=MACHINE,
-        time_limit=1.0,
+        time_limit=0.25,
         cache=False,
         debug=True,
         partition=found,
@@ -114,7 +114,7 @@ def train_rank(found: Partition, folder: Path) -> dict[str, Any]:
 def test_splitting_and_offloading_train_together_where_neither_does(tmp_path: Path):
     graph = capture()
     with pytest.raises(InfeasibleError) as whole:
-        penstock.plan(graph, device_memory=BUDGET, store=tmp_path, machine=MACHINE, time_limit=1.0)
+        penstock.plan(graph, device_memory=BUDGET, store=tmp_path, machine=MACHINE, time_limit=0.25)
     with pytest.raises(InfeasibleError) as split:
         partition(graph, devices=NUM_RANKS, device_memory=BUDGET, machine=MACHINE)
     assert whole.value.proved

@@ -29,7 +29,7 @@ def with_seconds(graph, seconds):
 
 def test_without_a_budget_nothing_moves_and_the_step_is_ideal():
     graph = timed_chain()
-    found = plan(graph, machine="h200", time_limit=5)
+    found = plan(graph, machine="h200", time_limit=0.5)
     check(graph, found)
     assert not found.transfers
     assert found.step_seconds == pytest.approx(found.ideal_seconds)
@@ -39,7 +39,7 @@ def test_without_a_budget_nothing_moves_and_the_step_is_ideal():
 @pytest.mark.parametrize("method", ["auto", "genetic"])
 def test_a_budget_is_kept(method):
     graph = timed_chain()
-    roomy = plan(graph, machine="h200", time_limit=5)
+    roomy = plan(graph, machine="h200", time_limit=0.5)
     budget = roomy.peak_device_bytes * 3 // 4
     found = plan(
         graph, device_memory=budget, machine="v100-16gb-pcie3", method=method, time_limit=2
@@ -52,14 +52,14 @@ def test_a_budget_is_kept(method):
 
 def test_a_store_takes_what_leaves_where_there_is_no_host_tier(tmp_path):
     graph = timed_chain()
-    roomy = plan(graph, machine="h200", time_limit=5)
+    roomy = plan(graph, machine="h200", time_limit=0.5)
     found = plan(
         graph,
         device_memory=roomy.peak_device_bytes * 2 // 3,
         store=str(tmp_path),
         machine="v100-16gb-pcie3",
         recompute=False,
-        time_limit=2,
+        time_limit=0.5,
     )
     check(graph, found)
     assert set(found.bytes_moved) == {Link.DEVICE_TO_FILE, Link.FILE_TO_DEVICE}
@@ -68,16 +68,16 @@ def test_a_store_takes_what_leaves_where_there_is_no_host_tier(tmp_path):
 
 def test_sizes_are_strings_too_and_a_tiny_budget_says_what_would_do():
     with pytest.raises(InfeasibleError) as raised:
-        plan(timed_chain(), device_memory="1MiB", machine="h200", time_limit=2)
+        plan(timed_chain(), device_memory="1MiB", machine="h200", time_limit=0.5)
     needed = raised.value.minimum_device_bytes
     assert needed is not None and raised.value.operator is not None
     graph = timed_chain()
-    check(graph, plan(graph, device_memory=needed, machine="h200", time_limit=2))
+    check(graph, plan(graph, device_memory=needed, machine="h200", time_limit=0.5))
 
 
 def test_too_little_room_below_is_said():
     graph = timed_chain()
-    peak = plan(graph, machine="h200", time_limit=5).peak_device_bytes
+    peak = plan(graph, machine="h200", time_limit=0.5).peak_device_bytes
     with pytest.raises(InfeasibleError, match="host_memory"):
         plan(
             graph,
@@ -85,7 +85,7 @@ def test_too_little_room_below_is_said():
             host_memory="1KiB",
             machine="h200",
             recompute=False,
-            time_limit=2,
+            time_limit=0.5,
         )
 
 
@@ -117,7 +117,7 @@ def test_wrong_arguments_are_named(options, error, message):
 @pytest.mark.parametrize("share", ["3/4", "75%"])
 def test_a_share_of_the_programs_peak_is_a_budget(share):
     graph = timed_chain()
-    found = plan(graph, device_memory=share, machine="v100-16gb-pcie3", time_limit=1)
+    found = plan(graph, device_memory=share, machine="v100-16gb-pcie3", time_limit=0.5)
     check(graph, found)
     budget = peak_of_program_order(graph) * 3 // 4
     assert found.budget.device_bytes == budget
@@ -126,7 +126,7 @@ def test_a_share_of_the_programs_peak_is_a_budget(share):
 
 def test_no_gap_is_negative():
     graph = timed_chain(2)
-    found = plan(graph, machine="h200", time_limit=1)
+    found = plan(graph, machine="h200", time_limit=0.5)
     nearly = dataclasses.replace(found, step_seconds=found.bound.seconds * (1 - 1e-15))
     assert nearly.gap == 0.0
 
@@ -173,17 +173,17 @@ def test_operators_that_need_too_much_are_planned_in_parts(method):
 def test_what_would_do_counts_the_parts():
     graph = classifier_step()
     with pytest.raises(InfeasibleError) as raised:
-        plan(graph, device_memory="1MiB", machine="h200", time_limit=3)
+        plan(graph, device_memory="1MiB", machine="h200", time_limit=0.5)
     needed = raised.value.minimum_device_bytes
     assert needed is not None and LOGITS < needed < 1.4 * LOGITS
-    found = plan(graph, device_memory=needed, machine="h200", time_limit=3)
+    found = plan(graph, device_memory=needed, machine="h200", time_limit=0.5)
     check(graph, found)
     assert found.split_bytes is not None
 
 
 def test_enough_memory_splits_nothing():
     graph = classifier_step()
-    found = plan(graph, device_memory="1GiB", machine="h200", time_limit=3)
+    found = plan(graph, device_memory="1GiB", machine="h200", time_limit=0.5)
     assert found.split_bytes is None and found.planned_graph(graph) is graph
     with pytest.raises(GraphFileError, match="not for"):
         found.planned_graph(classifier_step(width=4001))
@@ -191,7 +191,7 @@ def test_enough_memory_splits_nothing():
 
 def test_a_split_plan_is_for_its_graph_alone():
     graph = classifier_step()
-    found = plan(graph, device_memory=int(1.4 * LOGITS), machine="h200", time_limit=3)
+    found = plan(graph, device_memory=int(1.4 * LOGITS), machine="h200", time_limit=0.5)
     other = classifier_step(width=4001)
     with pytest.raises(GraphFileError, match="not for"):
         found.planned_graph(other)
@@ -232,7 +232,7 @@ def test_exact_plans_move_the_least(below, tmp_path):
 
 def test_exact_plans_training_steps():
     graph = timed_chain(2)
-    peak = plan(graph, machine="h200", time_limit=1).peak_device_bytes
+    peak = plan(graph, machine="h200", time_limit=0.5).peak_device_bytes
     found = plan(graph, device_memory=peak * 3 // 4, machine="h200", method="exact", time_limit=20)
     check(graph, found)
     assert found.notes["proved"]

@@ -195,7 +195,7 @@ def test_no_tier_below_means_recomputation_or_nothing():
     graph = chain_step(12, weight_bytes=256, activation_bytes=65536)
     seconds = [1.0] * len(graph.operators)
     peak = int(program(graph, seconds).base.max())
-    plan = planned(graph, seconds, peak * 2 // 3, links=[], time_limit=2)
+    plan = planned(graph, seconds, peak * 2 // 3, links=[], time_limit=0.5)
     check(graph, plan)
     assert plan.recomputed and not plan.transfers
     with pytest.raises(InfeasibleError, match="no tier"):

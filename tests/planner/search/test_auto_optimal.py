@@ -5,6 +5,7 @@
 counts over so many graphs, with and without the exact finish.
 """
 
+import functools
 import random
 import sys
 import time
@@ -50,16 +51,23 @@ def case(seed):
     return graph, seconds, budget, machine(out=out, back=back)
 
 
-def compared(seed, *, limit):
-    """How a plan compares with the fastest: "equal", "faster" (with more second runs), "slower"."""
+@functools.cache
+def fastest(seed, limit):
+    """The fastest plan of a case, None where there is none, and whether all were tried."""
     graph, seconds, budget, profile = case(seed)
     try:
         best = brute_force(
             request(graph, budget=budget, profile=profile, seconds=seconds, time_limit=limit)
         )
-        complete = best.notes["complete"]
     except InfeasibleError as error:
-        best, complete = None, error.proved
+        return None, error.proved
+    return best, best.notes["complete"]
+
+
+def compared(seed, *, limit):
+    """How a plan compares with the fastest: "equal", "faster" (with more second runs), "slower"."""
+    graph, seconds, budget, profile = case(seed)
+    best, complete = fastest(seed, limit)
     if not complete:
         return "not known"
     bound = lower_bound(request(graph, budget=budget, profile=profile, seconds=seconds))
