@@ -171,3 +171,24 @@ def test_wrong_calls_are_refused(call, message):
 
 def test_without_slots_nothing_is_admitted():
     assert count_hits(RecordResidency(0), [[1], [1], [1]]) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_an_interrupt_while_tables_grow_leaves_them_whole(monkeypatch, number):
+    residency, pad = RecordResidency(4), np.pad
+    residency.touch(np.arange(3))
+    calls = []
+
+    def interrupted(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == number + 1:
+            raise KeyboardInterrupt
+        return pad(*arguments, **options)
+
+    monkeypatch.setattr(np, "pad", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        residency.touch(np.arange(40))
+    monkeypatch.undo()
+    residency.drop(np.arange(30))
+    residency.touch(np.arange(50))
+    assert len(residency.admit(np.arange(50))[0]) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -148,7 +149,9 @@ class BlockWrites:
             self._store_resident(layout, pages[:num_resident], blocks)
             self.store_below(layer, layout, pages, num_resident, blocks)
         except BaseException:
-            self.free(layout, pages)
+            # Where an interrupt has torn something, all tiers are made anew by the next `reset`.
+            with contextlib.suppress(Exception):
+                self.free(layout, pages)
             raise
         return pages.reshape(-1, keys.shape[0]).T
 

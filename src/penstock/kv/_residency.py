@@ -239,7 +239,9 @@ class RecordResidency:
         if ids.max() >= len(self._slot):
             num_records = max(int(ids.max()) + 1, 2 * len(self._slot))
             extra = num_records - len(self._slot)
-            self._cost = np.pad(self._cost, (0, extra), constant_values=1)
-            self._slot = np.pad(self._slot, (0, extra), constant_values=-1)
-            self._num_pins = np.pad(self._num_pins, (0, extra))
+            cost = np.pad(self._cost, (0, extra), constant_values=1)
+            slot = np.pad(self._slot, (0, extra), constant_values=-1)
+            num_pins = np.pad(self._num_pins, (0, extra))
             self._reuse.grow(num_records)
+            # Together, and last: an interrupt leaves tables that fit each other.
+            self._cost, self._slot, self._num_pins = cost, slot, num_pins

@@ -80,11 +80,12 @@ class ReuseModel:
 
     def grow(self, num_records: int) -> None:
         """Make room for records 0 to `num_records` - 1."""
-        extra = num_records - len(self._last)
-        self._last = np.pad(self._last, (0, extra), constant_values=-1)
-        self._long = np.pad(self._long, (0, extra))
-        self._short = np.pad(self._short, (0, extra))
-        self._class = np.pad(self._class, (0, extra))
+        extra = max(0, num_records - len(self._last))
+        last = np.pad(self._last, (0, extra), constant_values=-1)
+        long, short = np.pad(self._long, (0, extra)), np.pad(self._short, (0, extra))
+        classes = np.pad(self._class, (0, extra))
+        # Together: an interrupt leaves tables that fit each other.
+        self._last, self._long, self._short, self._class = last, long, short, classes
 
     def touch(self, ids: Ids) -> None:
         """Begin a call that uses the records `ids`, int64 `(k,)`, distinct."""
