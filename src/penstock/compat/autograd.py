@@ -2,6 +2,9 @@
 
 # pyright: reportAttributeAccessIssue=false
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch._C import _autograd
 from torch.autograd import forward_ad
@@ -20,6 +23,22 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 set_grad_enabled = torch._C._set_grad_enabled
 """Turn gradients on or off on this thread at once, without a context manager's cost."""
+
+
+@contextlib.contextmanager
+def _leave_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def outside_inference_mode() -> contextlib.AbstractContextManager[None]:
+    """Return a context for making tensors that outlive it: outside of inference mode.
+
+    Tensors that are made in that mode cannot be written to after it. Gradients stay off.
+    """
+    if torch.is_inference_mode_enabled():
+        return _leave_inference_mode()
+    return contextlib.nullcontext()
 
 
 def count_node_hooks(parameter: torch.Tensor) -> int:

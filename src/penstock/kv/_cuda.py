@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.compat.autograd import outside_inference_mode
 from penstock.errors import PenstockError
 from penstock.kv._areas import SLAB_BYTES, Area, SlotMemory
 from penstock.kv._cuda_memory import (
@@ -104,7 +105,7 @@ class CudaPlatform:
                 )
         current: Any = torch.cuda.current_stream(self.device)
         is_other = current != self._home
-        with torch.cuda.stream(self._home):
+        with torch.cuda.stream(self._home), outside_inference_mode():
             if is_other:
                 self._home.wait_stream(current)
             try:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from penstock.compat.autograd import outside_inference_mode
 from penstock.errors import PenstockError
 from penstock.kv._areas import Area, SlotMemory
 from penstock.kv._cuda import CudaPlatform, check_device
@@ -68,8 +69,8 @@ class CpuPlatform:
     file_links = Link.FILE_TO_DEVICE, Link.DEVICE_TO_FILE
 
     def use(self) -> contextlib.AbstractContextManager[None]:
-        """Run what is computed in this context after what was computed before."""
-        return contextlib.nullcontext()
+        """Compute in this context what later calls go on with, after what was computed before."""
+        return outside_inference_mode()
 
     def make_slots(self, slot_bytes: int, budget_bytes: int) -> SlotMemory:
         """Return slots of the device tier, which has a budget."""

@@ -417,7 +417,8 @@ class BlockPool(Owner):
         """Tell the selector of a change of all layers, or of some that it is asked for."""
         told = layers is None or any(self.selector_of(layer) is not None for layer in layers)
         if told and hasattr(self._selector, event):
-            getattr(self._selector, event)(value)
+            with self.platform.use():
+                getattr(self._selector, event)(value)
 
     def _layer_for(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, inputs: torch.Tensor | None
@@ -434,9 +435,10 @@ class BlockPool(Owner):
     def _make_layer(
         self, layer: int, layout: BlockLayout, batch_size: int, inputs: torch.Tensor | None
     ) -> LayerBlocks:
-        self._tiers.add_layer(layer, layout, inputs)
         shape = (batch_size, layout.num_heads, layout.record_items)
-        tail = torch.zeros(shape, dtype=layout.dtype, device=self.platform.device)
+        with self.platform.use():
+            self._tiers.add_layer(layer, layout, inputs)
+            tail = torch.zeros(shape, dtype=layout.dtype, device=self.platform.device)
         state = LayerBlocks(layout, np.zeros((batch_size, 0), dtype=np.int64), tail)
         self._layers[layer] = state
         self.ledger.add(Tier.DEVICE, state.tail_bytes)

@@ -98,6 +98,8 @@ def attend_interface(
             f"{key.layer.name} is in training mode; call model.eval() before it uses "
             "penstock.kv.cache"
         )
+    if torch.is_grad_enabled() and query.requires_grad:
+        key.layer.refuse_gradients()
     key.layer.check_reader(module)
     is_causal = kwargs.get("is_causal")
     visibility, bias = _read_mask(module, query, key, attention_mask, is_causal, key.start)

@@ -7,7 +7,7 @@ have the shape that the model expects and name the layer; any other use of them 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -144,10 +144,7 @@ class PooledLayer(CacheLayerMixin):
         """
         self.pool.check_usable()
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise PenstockError(
-                f"{self.name}: no gradients pass through penstock.kv.cache; call the model under "
-                "torch.inference_mode() or torch.no_grad()"
-            )
+            self.refuse_gradients()
         self.flush()
         num_tokens = key_states.shape[2]
         if self.siblings:
@@ -163,6 +160,13 @@ class PooledLayer(CacheLayerMixin):
         if num_tokens <= FEW_TOKENS:
             self._flush(start)  # attention is to come, and its first query sees so far back
         return shown
+
+    def refuse_gradients(self) -> NoReturn:
+        """Raise `PenstockError`: the cache has no backward pass."""
+        raise PenstockError(
+            f"{self.name}: no gradients pass through penstock.kv.cache; call the model under "
+            "torch.inference_mode() or torch.no_grad()"
+        )
 
     def check_reader(self, module: torch.nn.Module) -> None:
         """Raise `PenstockError` if an attention module is of another model than the cache."""

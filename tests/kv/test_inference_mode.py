@@ -1,0 +1,101 @@
+"""One cache, used in inference mode and outside of it in turns."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import penstock.kv
+from kv_models import TOLERANCE, cache_bytes, make_model, make_prompt
+from penstock.errors import PenstockError
+from penstock.kv.selectors import Window
+
+MODES = [torch.inference_mode, torch.no_grad]
+
+
+class GrowingSelector:
+    """Selector of a user, which counts its calls in a tensor of its own."""
+
+    def __init__(self) -> None:
+        self.inner = Window(share=1.0)
+        self.counts: dict[int, torch.Tensor] = {}
+
+    def select(self, query, layer, pool):
+        self.counts.setdefault(layer, torch.zeros(1)).add_(1)
+        return self.inner.select(query, layer, pool)
+
+
+def run(model, cache, modes) -> torch.Tensor:
+    """Logits of tokens by each way in which a cache is written, the mode changing every time."""
+    tokens = make_prompt(120, num_padding=0)["input_ids"]
+    logits, at = [], 0
+    for i, length in enumerate((41, 20, 1, 1, 1)):
+        with modes[i % 2]():
+            some = tokens[:, at : at + length]
+            logits.append(model(some, past_key_values=cache).logits[:, -1].clone())
+        at += length
+    swap = torch.tensor([1, 0])
+    for i, change in enumerate((lambda: cache.crop(-9), lambda: cache.reorder_cache(swap))):
+        with modes[i % 2]():
+            change()
+        for mode, length in ((i, 1), (i + 1, 3), (i + 1, 40)):
+            with modes[mode % 2]():
+                some = tokens[:, at : at + length]
+                logits.append(model(some, past_key_values=cache).logits[:, -1].clone())
+        at += 1
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("modes", [MODES, MODES[::-1]], ids=["inference_first", "no_grad_first"])
+@pytest.mark.parametrize("selector", ["all", "nosa", "accumulated", "window", "own"])
+@pytest.mark.parametrize("memory", ["48KiB", "4MiB"])
+def test_the_mode_may_change_between_calls(selector: str, memory: str, modes, store: Path):
+    model = make_model("llama")
+    expected = run(model, DynamicCache(config=model.config), modes)
+    made = {
+        "all": "all",
+        "window": Window(share=1.0),
+        "nosa": penstock.kv.selectors.Nosa(share=1.0),
+        "accumulated": penstock.kv.selectors.Accumulated(share=1.0),
+        "own": GrowingSelector(),
+    }[selector]
+    options = {"device_memory": memory, "store": str(store), "block_tokens": 16}
+    with penstock.kv.cache(model, selector=made, **options) as cache:
+        ours = run(model, cache, modes)
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("modes", [MODES, MODES[::-1]], ids=["inference_first", "no_grad_first"])
+def test_a_cache_that_recomputes(modes, store: Path):
+    model = make_model("llama")
+    expected = run(model, DynamicCache(config=model.config), modes)
+    options = {"device_memory": "48KiB", "store": str(store), "block_tokens": 16}
+    with penstock.kv.cache(model, keep_inputs=True, **options) as cache:
+        ours = run(model, cache, modes)
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_cache_from_a_file_of_a_prefix(tmp_path: Path):
+    model = make_model("llama")
+    tokens = make_prompt(60, num_padding=0)["input_ids"]
+    options = {"device_memory": cache_bytes(model, 100), "block_tokens": 16}
+    with penstock.kv.cache(model, **options) as cache, torch.inference_mode():
+        model(tokens[:, :41], past_key_values=cache)
+        cache.save(tmp_path / "prefix")
+    exact = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(tokens[:, :41], past_key_values=exact)
+        expected = model(tokens[:, 41:], past_key_values=exact).logits
+        cache = penstock.kv.cache(model, prefix=tmp_path / "prefix", **options)
+    with cache, torch.no_grad():
+        ours = model(tokens[:, 41:], past_key_values=cache).logits
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_queries_alone_that_want_a_gradient():
+    model = make_model("llama").requires_grad_(False)
+    model.model.layers[1].self_attn.q_proj.weight.requires_grad_()
+    with penstock.kv.cache(model, device_memory="4MiB") as cache:
+        with pytest.raises(PenstockError, match="no gradients pass"):
+            model(**make_prompt(20), past_key_values=cache)
