@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 import fuzz_signals
 import penstock
-from fork_servers import find_python
+from fork_servers import WHOLE_END, find_python
 from fuzz_signals import Came
 
 pytest.importorskip("pytest_timeout", reason="a hang would not end")
@@ -27,7 +28,10 @@ OURS = str(Path(penstock.__file__).parent)
 def test_signals_at_random_moments(what, num_signals):
     """In a process of its own, which has no threads when it forks."""
     program = [find_python("torch"), fuzz_signals.__file__, what, str(num_signals), "--seed", "7"]
-    found = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    environment = os.environ | WHOLE_END
+    found = subprocess.run(
+        program, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     assert "0 problems" in found.stdout
 

@@ -96,11 +96,11 @@ def child(name: str, store: Path) -> Iterator[subprocess.Popen[str]]:
 
     It is killed at the end, if it is still there.
     """
-    from fork_servers import find_python  # the program has no such module
+    from fork_servers import WHOLE_END, find_python  # the program has no such module
 
     process = subprocess.Popen(
         [find_python("torch"), __file__, name, str(store)],
-        env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"} | WHOLE_END,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

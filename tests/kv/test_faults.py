@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import penstock
-from fork_servers import find_python
+from fork_servers import WHOLE_END, find_python
 from kv_models import assert_same, generate, make_model, make_prompt
 from penstock.errors import (
     CapacityError,
@@ -47,7 +47,9 @@ def child(store: Path, what: str) -> Iterator[subprocess.Popen[str]]:
     search = [str(Path(penstock.__file__).parents[1]), str(Path(__file__).parent)]
     process = subprocess.Popen(
         [find_python("libraries"), search[1] + "/interrupted_process.py", str(store), what],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"}
+        | WHOLE_END,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

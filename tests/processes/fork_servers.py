@@ -6,6 +6,7 @@ about what a fresh interpreter has imported, starts `find_python("torch")` in pl
 `sys.executable`; "dynamo" where it captures steps or is a rank, "libraries" for Transformers, PEFT
 and PyG. Penstock itself is imported by each process.
 Processes that `multiprocessing` spawns for a test are such programs, too (`pytest_configure`).
+A test that is about the end of a process adds `WHOLE_END` to its environment.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ LIBRARIES = {
         *("accelerate", "lightning", "transformers.trainer", "peft", "torch_geometric.loader"),
     ],
 }
+WHOLE_END = {"FORK_SERVERS_END_LIBRARIES": "1"}
+"""Environment of programs that take the libraries apart when they end, as `python` does."""
 LONGEST_LINE = 127  # that names an interpreter
 
 

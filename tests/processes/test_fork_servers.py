@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fork_servers import ForkServers, find_python
+from fork_servers import WHOLE_END, ForkServers, find_python
 
 pytestmark = pytest.mark.skipif(
     find_python("torch") == sys.executable, reason="no fork server runs here"
@@ -52,6 +52,7 @@ ENDS = [
     "import atexit; atexit.register(print, 'at the end')",
     "import threading; threading.Timer(0.1, print, ['from a thread']).start()",
     "x = (",
+    "class Last:\n    def __del__(self): print('gone')\nlast = [Last()]; last.append(last)",
     "import sys; sys.excepthook = lambda *error: print(*error[:2]); 1 / 0",
 ]
 
@@ -91,9 +92,11 @@ def test_a_script_sees_what_it_sees_under_python(arguments, folder):
 
 
 @pytest.mark.parametrize("code", ENDS)
-def test_a_script_ends_as_under_python(code, folder):
+def test_a_script_ends_as_under_python(code, folder, monkeypatch):
     (folder / "end.py").write_text(f"def end():\n    exec({code!r})\n\nend()\n")
-    for arguments in (["-c", code], ["end.py"]):
+    for arguments, environment in ((["-c", code], {}), (["end.py"], WHOLE_END)):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
         ours, pythons = (
             run(each, arguments, folder) for each in (find_python("torch"), sys.executable)
         )
@@ -116,6 +119,23 @@ def test_input_and_other_open_files_are_the_programs(folder):
     assert os.read(reader, 100) == b"hello"
     assert os.read(reader, 100) == b""  # no copy of it is left open
     os.close(reader)
+
+
+TORCH_WATCHED = """
+import os, torch
+class Told:
+    def __del__(self, write=os.write):
+        write(1, b"taken apart")
+torch.told = Told()
+"""
+
+
+def test_libraries_are_taken_apart_at_the_end_where_that_is_asked_for(folder, monkeypatch):
+    """Python's modules and C++'s static objects; a Python of Linux has no other sign of those."""
+    assert run(find_python("torch"), ["-c", TORCH_WATCHED], folder).stdout == ""
+    for name, value in WHOLE_END.items():
+        monkeypatch.setenv(name, value)
+    assert run(find_python("torch"), ["-c", TORCH_WATCHED], folder).stdout == "taken apart"
 
 
 WAIT = """
