@@ -48,6 +48,16 @@ FORBIDDEN_PARTS = {
     "nobody", "roster", "seam", "seams", "somebody", "taste", "tastes", "toll", "tolls", "whoever",
 }
 """Words of any name, of variables too."""
+
+FACTORIES_OF_FLOATS = {
+    "empty", "empty_strided", "eye", "linspace", "logspace", "normal", "ones", "rand", "randn",
+    "zeros",
+}
+FACTORIES = FACTORIES_OF_FLOATS | {
+    "arange", "as_tensor", "full", "randint", "randperm", "sparse_coo_tensor", "sparse_csr_tensor",
+    "tensor", "tril_indices", "triu_indices",
+}
+"""Functions of torch that make a tensor on the default device, or of the default dtype."""
 # fmt: on
 
 SHARED_CLASS_NAMES: dict[str, str] = {}
@@ -214,7 +224,57 @@ def long_functions(sources: Iterable[Source]) -> list[str]:
     return [] if is_allowed else [f"{where} ({num_lines} lines)" for num_lines, where in over]
 
 
-RULES = [riddles, persons, repeated_classes, forbidden_names, long_files, long_functions]
+def implicit_defaults(sources: Iterable[Source]) -> list[str]:
+    """Tensors whose device, or dtype, is the default one, which users change.
+
+    Parameters and buffers of layers have it on purpose, as those of torch.
+    """
+    return [
+        source.at(call.lineno, ast.unparse(call)[:80])
+        for source in sources
+        if "torch" in source.text
+        for call in implicit_calls(source)
+    ]
+
+
+def implicit_calls(source: Source) -> Iterator[ast.Call]:
+    calls = [node for node in source.nodes if isinstance(node, ast.Call)]
+    held = {
+        id(argument)
+        for call in calls
+        if _is_of(call, "nn", {"Parameter"}) or _is_of(call, "self", {"register_buffer"})
+        for argument in call.args
+    }
+    for call in calls:
+        given = {keyword.arg for keyword in call.keywords}
+        is_whole = None in given or "out" in given  # keywords of a dictionary
+        if is_whole or id(call) in held or not _is_of(call, "torch", FACTORIES):
+            continue
+        assert isinstance(call.func, ast.Attribute)
+        needs_dtype = call.func.attr in FACTORIES_OF_FLOATS and "dtype" not in given
+        if "device" not in given or needs_dtype:
+            yield call
+
+
+def _is_of(call: ast.Call, module: str, functions: Iterable[str]) -> bool:
+    function = call.func
+    return (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id == module
+        and function.attr in functions
+    )
+
+
+RULES = [
+    riddles,
+    persons,
+    repeated_classes,
+    forbidden_names,
+    long_files,
+    long_functions,
+    implicit_defaults,
+]
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +321,9 @@ def planted(text: str, name: str = "penstock/graph/_planted.py") -> list[Source]
         (forbidden_names, "TOLL_BYTES = 1\n"),
         (forbidden_names, "def f(seam):\n    pass\n"),
         (forbidden_names, "class C:\n    def __init__(self):\n        self._roster = []\n"),
+        (implicit_defaults, "x = torch.arange(3)\n"),
+        (implicit_defaults, "x = torch.empty(3, device='cpu')\n"),
+        (implicit_defaults, "x = torch.as_tensor(y)\n"),
         (long_files, "x = 1\n" * (MOST_PYTHON_LINES + 1)),
         (long_functions, "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES),
     ],
@@ -299,6 +362,10 @@ class LiveRange:
         """Return whether an operator lies in the range."""
         message = "whoever"  # a string is no prose
         return bool(message)
+
+
+weight = nn.Parameter(torch.empty(3))
+offsets = torch.arange(3, device="cpu")
 '''
     for rule in RULES:
         assert rule(planted(text)) == []

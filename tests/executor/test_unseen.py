@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from _planned import differences, everything, plan_within
-from penstock.errors import GraphFileError, PenstockError
+from penstock.errors import CaptureError, GraphFileError, PenstockError
 from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
 from penstock.graph.capturing.step_program import call_model
@@ -349,6 +349,48 @@ def test_autocast_around_a_step_is_refused():
             with pytest.raises(GraphFileError, match="autocast to bfloat16 is on"):
                 step(batches()[0])
         step(batches()[0])
+
+
+@pytest.mark.parametrize("accumulate", [None, 2])
+def test_a_capture_within_autocast(accumulate: int | None):
+    """Where autocast keeps the casts of parameters from one call of the program to the next."""
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    batch = x if accumulate is None else [x[:16], x[16:]]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+    ours, theirs = models
+    steppers = [sgd(each.parameters()) for each in models]
+
+    def loss_of(out: torch.Tensor, _: object) -> torch.Tensor:
+        return out.float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = capture(ours, steppers[0], batch, loss=loss_of, accumulate=accumulate)
+    found = plan(graph, machine=MACHINE)
+    with bind(found, ours, steppers[0], graph=graph, loss=loss_of, accumulate=accumulate) as step:
+        for _ in range(3):
+            loss = step(batch)
+            steppers[1].zero_grad()
+            expected = torch.zeros(())
+            for part in [x] if accumulate is None else batch:
+                with torch.autocast("cpu", torch.bfloat16):
+                    each = loss_of(theirs(part), part) / (accumulate or 1)
+                each.backward()
+                expected += each.detach()
+            steppers[1].step()
+            torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-4)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+
+
+def test_a_capture_in_inference_mode_is_refused():
+    model = Model()
+    with torch.inference_mode(), pytest.raises(CaptureError, match="leave it around the capture"):
+        capture(model, sgd(model.parameters()), batches()[0])
+    with torch.no_grad():
+        capture(model, sgd(model.parameters()), batches()[0])
 
 
 def test_a_number_of_a_module_that_changes_is_warned_of_once():

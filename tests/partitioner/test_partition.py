@@ -242,6 +242,16 @@ def test_numbers_of_devices_that_are_none_are_refused(devices: object):
         partition(make_network(2, [2, 2]), devices=devices, machine=MACHINE)  # pyright: ignore
 
 
+def test_a_machine_may_be_given_by_its_name():
+    graph = make_network(8, [8, 16, 8])
+    by_name, by_profile = (
+        partition(graph, devices=2, machine=each, time_limit=2) for each in ("h100-80gb", MACHINE)
+    )
+    assert by_name.exchanged_bytes == by_profile.exchanged_bytes
+    with pytest.raises(ValueError, match="built-in machines are"):
+        partition(graph, devices=2, machine="h2")
+
+
 GRAPH = make_network(8, [8, 16, 8])
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.attention import _patterns
 from penstock.attention._csr import BlockLists, Ranges, list_blocks
+from penstock.compat.autograd import outlive_inference
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,7 +154,11 @@ class Layout:
         """
         _check_block(block)
         num_blocks = -(-_positive("num_tokens", num_tokens) // block)
-        return cls.from_blocks(torch.ones(1, num_blocks, num_blocks).bool(), block, causal=True)
+        return cls.from_blocks(
+            torch.ones(1, num_blocks, num_blocks, dtype=torch.bool, device="cpu"),
+            block,
+            causal=True,
+        )
 
     @classmethod
     def documents(
@@ -183,7 +188,7 @@ class Layout:
             ValueError: A length or the window is not positive.
         """
         _check_block(block)
-        lengths = torch.as_tensor(lengths)
+        lengths = torch.as_tensor(lengths, device=getattr(lengths, "device", "cpu"))
         if lengths.dim() != 1 or lengths.numel() == 0 or bool((lengths < 1).any()):
             raise ValueError(
                 f"lengths are {lengths.tolist()}, but must be positive and at least one"
@@ -302,12 +307,12 @@ class Layout:
             TypeError: Parents are no whole numbers.
             ValueError: The tokens are in another order, or there is none.
         """
-        parents = torch.as_tensor(parents)
+        parents = torch.as_tensor(parents, device=getattr(parents, "device", "cpu"))
         _check_vector("parents", parents, parents.numel())
         parents = parents.long()
         return cls.from_ranges(
             torch.zeros_like(parents),
-            torch.arange(1, len(parents) + 1),
+            torch.arange(1, len(parents) + 1, device="cpu"),
             block,
             end_query=_patterns.descendant_ends(parents),
         )
@@ -347,8 +352,8 @@ class Layout:
         num_queries: int | None,
         num_keys: int | None,
     ) -> Self:
-        lists = list_blocks(ranges, block, mask)
-        return cls(block, pattern, num_queries, num_keys, *lists, *ranges)
+        arrays = map(outlive_inference, (*list_blocks(ranges, block, mask), *ranges))
+        return cls(block, pattern, num_queries, num_keys, *arrays)
 
     @classmethod
     def of_arrays(cls, arrays: Sequence[Tensor], block: int) -> Self:
@@ -395,7 +400,7 @@ class Layout:
         """Return the layout with its tensors on a device."""
         if self.device == torch.device(device):
             return self
-        moved = [each.to(device) for each in self.arrays]
+        moved = [outlive_inference(each.to(device)) for each in self.arrays]
         return type(self)(self.block, self.pattern, self.num_queries, self.num_keys, *moved)
 
     def block_mask(self) -> Tensor:

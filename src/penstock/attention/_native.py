@@ -61,7 +61,7 @@ def backward(
     """Return the gradients of q, k, v and the bias, as `_torch.backward` does."""
     grads = {"dq": empty_gradient(q), "dk": empty_gradient(k), "dv": empty_gradient(v)}
     if bias is not None:
-        grads["dbias"] = torch.empty(bias.shape, dtype=sum_dtype(q))
+        grads["dbias"] = torch.empty(bias.shape, dtype=sum_dtype(q), device="cpu")
     delta = torch.empty_like(lse)
     _call(q, k, v, layout, bias, scale, dout=dout, out=out, lse=lse, delta=delta, **grads)
     return grads["dq"], grads["dk"], grads["dv"], grads.get("dbias")

@@ -55,7 +55,7 @@ def document_ranges(lengths: Tensor, causal: bool, window: int | None) -> tuple[
 
 def strided_mask(num_blocks: int, local_blocks: int, stride: int) -> Tensor:
     """Return near blocks and every `stride`-th one, bool `(blocks, blocks)`."""
-    number = torch.arange(num_blocks)
+    number = torch.arange(num_blocks, device="cpu")
     is_near = (number[:, None] - number).abs() < local_blocks
     return is_near | (number % stride == stride - 1)
 
@@ -70,14 +70,16 @@ def bigbird_mask(
     for name, value in (("global_blocks", num_global), ("random_blocks", num_random)):
         if value < 0:
             raise ValueError(f"{name} is {value}, but must be at least 0")
-    number = torch.arange(shape[1])
+    number = torch.arange(shape[1], device="cpu")
     distance = number[:, None] - number
     mask = (distance.abs() <= num_near // 2) | (number < num_global)
     mask |= number[:, None] < num_global
     mask &= distance >= 0 if causal else torch.ones_like(mask)
     # Blocks that are listed already, or come after a causal query, are drawn last and not added.
     free = ~mask & (distance > 0 if causal else torch.ones_like(mask))
-    draws = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+    draws = torch.rand(
+        shape, dtype=torch.float32, generator=torch.Generator().manual_seed(seed), device="cpu"
+    )
     drawn = best_mask(draws.masked_fill(~free, -1.0), num_random, causal=False)
     return mask | (drawn & free)
 

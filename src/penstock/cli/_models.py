@@ -193,14 +193,18 @@ def _make_batch(config: Any, options: ModelOptions) -> dict[str, torch.Tensor]:
         side, channels = config.image_size, getattr(config, "num_channels", 3)
         dtype = getattr(torch, options.dtype)
         return {
-            "pixel_values": torch.empty(options.batch, channels, side, side, dtype=dtype),
-            "labels": torch.zeros(options.batch, dtype=torch.long),
+            "pixel_values": torch.empty(
+                options.batch, channels, side, side, dtype=dtype, device="cpu"
+            ),
+            "labels": torch.zeros(options.batch, dtype=torch.long, device="cpu"),
         }
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     longest = next((limit for limit in limits if limit), 1024)
     length = options.sequence or min(longest, 1024)
     shape = (options.batch, length)
-    return {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+    return {
+        name: torch.zeros(shape, dtype=torch.long, device="cpu") for name in ("input_ids", "labels")
+    }
 
 
 def _make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

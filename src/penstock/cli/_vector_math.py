@@ -21,6 +21,6 @@ def settle_vector_math() -> None:
     import torch
 
     for dtype in (torch.float32, torch.float64):
-        half = torch.full((1,), 0.5, dtype=dtype)  # in the domain of all of them
+        half = torch.full((1,), 0.5, dtype=dtype, device="cpu")  # in the domain of all of them
         for name in _FUNCTIONS:
             getattr(torch, name)(half)

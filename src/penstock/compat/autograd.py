@@ -34,11 +34,20 @@ def _leave_inference_mode() -> Iterator[None]:
 def outside_inference_mode() -> contextlib.AbstractContextManager[None]:
     """Return a context for making tensors that outlive it: outside of inference mode.
 
-    Tensors that are made in that mode cannot be written to after it. Gradients stay off.
+    Tensors of that mode can be neither written to after it nor saved for a backward pass. Gradients
+    stay off.
     """
     if torch.is_inference_mode_enabled():
         return _leave_inference_mode()
     return contextlib.nullcontext()
+
+
+def outlive_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy of one of inference mode, which autograd could not save."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def count_node_hooks(parameter: torch.Tensor) -> int:

@@ -33,8 +33,13 @@ def shares_version_counter(first: torch.Tensor, second: torch.Tensor) -> bool:
 @functools.cache
 def _offset() -> int | None:
     """Return the pointer's offset in a tensor's object, in bytes; None if this PyTorch hides it."""
-    x, other = torch.zeros(4, 4, device="cpu"), torch.zeros(4, 4, device="cpu")
-    again = torch.empty(0, device="cpu").set_(x.untyped_storage(), 0, (4, 4), (4, 1))  # type: ignore[call-overload]
+    x, other = (
+        torch.zeros(4, 4, dtype=torch.float32, device="cpu"),
+        torch.zeros(4, 4, dtype=torch.float32, device="cpu"),
+    )
+    again = torch.empty(0, dtype=torch.float32, device="cpu").set_(
+        x.untyped_storage(), 0, (4, 4), (4, 1)
+    )  # type: ignore[call-overload]
     mine = _words(x)
     same = [_words(each) for each in (x.detach(), x.view(16), x[1])]
     different = [_words(each) for each in (x.data, again, other)]

@@ -174,7 +174,7 @@ def fit(
         initialize: First numbers of parameters and buffers on the meta device: a function that is
             called with each module that has such, or safetensors files with the model's names.
             None: the module's `reset_parameters`.
-        machine: The machine whose times plans are based on: a name of `penstock.memory.MACHINES` or
+        machine: The machine whose times plans are based on: a name of `penstock.memory.machine` or
             a profile. None: this machine, whose links are probed and on which each distinct
             operator runs a few times.
         split_products: Whether products of matrices may run in slices, as `penstock.plan` has it:

@@ -120,7 +120,7 @@ def _dense_strides(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     formats = [torch.contiguous_format]
     if len(shape) in (4, 5):
         formats.append(torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
-    empty = torch.empty(shape, device="meta")
+    empty = torch.empty(shape, dtype=torch.uint8, device="meta")
     return [empty.to(memory_format=each).stride() for each in formats]
 
 

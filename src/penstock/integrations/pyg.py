@@ -88,12 +88,12 @@ class UnifiedFeatureStore(FeatureStore):
         table = self._tables.get(_key(attr))
         if table is None:
             return False
-        rows = torch.as_tensor(tensor, dtype=table.dtype)
+        rows = torch.as_tensor(tensor, dtype=table.dtype, device=getattr(tensor, "device", "cpu"))
         index = attr.index
         if isinstance(index, slice):  # a table in a file is written by row numbers
-            index = torch.arange(*index.indices(len(table)))
+            index = torch.arange(*index.indices(len(table)), device="cpu")
         elif isinstance(index, int):
-            index, rows = torch.tensor([index]), rows[None]
+            index, rows = torch.tensor([index], device="cpu"), rows[None]
         with torch.no_grad():
             table[index] = rows
         return True
@@ -295,7 +295,7 @@ class NeighborLoader(NodeLoader):
         if isinstance(data, Data) and data.edge_index is None:
             # The graph is elsewhere; PyG fills in what is sampled where it finds an edge index.
             data = copy.copy(data)
-            data.edge_index = torch.empty(2, 0, dtype=torch.int64)
+            data.edge_index = torch.empty(2, 0, dtype=torch.int64, device="cpu")
         self.prefetch = prefetch
         self._seconds = {"sample": 0.0, "gather": 0.0, "wait": 0.0}
         self._num_batches = 0
@@ -305,7 +305,11 @@ class NeighborLoader(NodeLoader):
         if self.num_workers:
             return super().__iter__()
         # Drawn here, so that no other thread advances the generator of the training.
-        seed = torch.empty((), dtype=torch.int64).random_(generator=self.generator).item()
+        seed = (
+            torch.empty((), dtype=torch.int64, device="cpu")
+            .random_(generator=self.generator)
+            .item()
+        )
         jobs = self._jobs(int(seed))
         return run_ahead(jobs, ahead=self.prefetch, count_wait=self._count_wait)
 
@@ -332,7 +336,7 @@ class NeighborLoader(NodeLoader):
             raise ValueError("batch_size=None: expected a number of seeds per batch")
         seeds = torch.Generator().manual_seed(seed)
         for index in self.batch_sampler:
-            each = int(torch.empty((), dtype=torch.int64).random_(generator=seeds))
+            each = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=seeds))
             # Streams and gradient modes belong to a thread.
             stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
             yield functools.partial(self._make_batch, index, each, torch.is_grad_enabled(), stream)

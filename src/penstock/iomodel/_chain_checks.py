@@ -38,7 +38,8 @@ def run_some_rows(
         TypeError: The result is no tensor.
         ValueError: The modules would compute something else in chunks.
     """
-    at = torch.linspace(0, len(rows) - 1, min(_NUM_ROWS, len(rows)), device=rows.device).long()
+    num_rows = min(_NUM_ROWS, len(rows))  # evenly, first and last included
+    at = torch.arange(num_rows, device=rows.device) * (len(rows) - 1) // (num_rows - 1)
     some, of_some = rows.detach()[at], [each[at] for each in others]
     given = some.clone()  # which a module may change in place
     state, version = random_state(rows.device), _version(given)

@@ -20,8 +20,7 @@ import torch
 
 from penstock.iomodel._levels import check_counts, this_machine
 from penstock.iomodel._roofline import COMPUTE, CountedCall, Roofline, count_call, predict
-from penstock.memory import MachineProfile
-from penstock.memory import machine as built_in_machine
+from penstock.memory import MachineProfile, find_machine
 from penstock.tables import Report
 from penstock.units import format_bytes, format_seconds
 
@@ -136,7 +135,7 @@ def explain(
     function: Callable[..., object],
     *args: Any,
     base: Callable[..., object] | None = None,
-    machine: MachineProfile | None = None,
+    machine: MachineProfile | str | None = None,
     num_threads: int | None = None,
     operations: int | None = None,
     repetitions: int = 7,
@@ -152,7 +151,8 @@ def explain(
         function: Called with the arguments.
         *args: The arguments, tensors on any device.
         base: A function of the same arguments that it is a variant of.
-        machine: The rates; None: those of `penstock.probe`; of an H100 for interpreted kernels.
+        machine: The rates, or the name of a machine; None: those of `penstock.probe`; of
+            an H100 for interpreted kernels.
         num_threads: Threads that the function runs on; None: those of torch.
         operations: Additions and multiplications of the function; None: those of torch's products.
         repetitions: Times that each function is run, in turn; 0: not measured.
@@ -170,7 +170,7 @@ def explain(
     functions = [functools.partial(each, *args) for each in (function, base) if each is not None]
     calls = [count_call(each) for each in functions]
     is_interpreted = calls[0].source == "interpreter"
-    profile = machine or _choose_machine(is_interpreted)
+    profile = _choose_machine(is_interpreted) if machine is None else find_machine(machine)
     medians = measure_in_turn(functions, 0 if is_interpreted else repetitions)
     threads = num_threads or torch.get_num_threads()
     found = [
@@ -186,7 +186,7 @@ def _with(call: CountedCall, operations: int | None) -> CountedCall:
 
 def _choose_machine(is_interpreted: bool) -> MachineProfile:
     if is_interpreted and not torch.cuda.is_available():
-        return built_in_machine(_GPU)
+        return find_machine(_GPU)
     return this_machine()
 
 

@@ -29,6 +29,7 @@ from penstock.iomodel._row_chunks import (
     adding_to_gradients,
     find_gradient,
     find_sum_dtype,
+    plain_mode,
     reuse_memory,
     spare_leaf,
 )
@@ -149,7 +150,7 @@ class _BlockedLayers(torch.autograd.Function):
         """Return the gradients of the rows and the weights."""
         (gradient,), (rows, *kept), device = gradients, ctx.saved_tensors, gradients[0].device
         weights = ctx.versions.check()
-        with torch.no_grad(), reuse_memory(device), torch.autocast(device.type, enabled=False):
+        with plain_mode(device), reuse_memory(device):
             sums = _BlockGradients(ctx, rows, weights, gradient)
             for number, at in enumerate(sums.blocks):
                 sums.add(at, kept[number] if number < len(kept) else None)

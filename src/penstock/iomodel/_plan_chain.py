@@ -36,7 +36,7 @@ from penstock.iomodel._modules import (
 from penstock.iomodel._row_chunks import reuse_memory, spare_leaf
 from penstock.iomodel._segment_runs import SegmentRuns
 from penstock.iomodel._timing import Line, time_best, time_call
-from penstock.memory import MachineProfile
+from penstock.memory import MachineProfile, find_machine
 
 _PRODUCT_BYTES, _CACHED_BYTES = 16 * 2**20, 2**20  # of the rows that are timed, operand or result
 _LEAST_ROWS, _MOST_ROWS = 32, 128  # fewer would not busy all threads
@@ -67,7 +67,7 @@ def plan_chain(
     modules: Sequence[Module],
     x: Tensor,
     *row_args: Tensor,
-    machine: MachineProfile | None = None,
+    machine: MachineProfile | str | None = None,
 ) -> ChainPlan:
     """Plan the chunks of a chain of modules, from runs of its first rows, which are timed.
 
@@ -78,7 +78,7 @@ def plan_chain(
         modules: The modules, as `run_chain` takes them.
         x: Its input.
         *row_args: Its other arguments.
-        machine: Levels and rates; None: those of `penstock.probe`.
+        machine: Levels and rates, or the name of a machine; None: those of `penstock.probe`.
     """
     with keep_random_state(x.device):
         plan, runs = _choose(modules, x, row_args, machine)
@@ -100,7 +100,7 @@ def _choose(
     modules: Sequence[Module],
     x: Tensor,
     row_args: Sequence[Tensor],
-    machine: MachineProfile | None,
+    machine: MachineProfile | str | None,
 ) -> tuple[ChainPlan, SegmentRuns]:
     """Return the plan of least cost, and what runs its segments."""
     rows, others = flatten_rows(x.detach(), row_args)
@@ -121,7 +121,7 @@ def _choose(
     plan = chain(
         operators,
         len(rows),
-        machine or this_machine(),
+        this_machine() if machine is None else find_machine(machine),
         input_row_bytes=max(1, rows[:1].nbytes),
         num_threads=torch.get_num_threads(),
         new_bytes_per_second=_find_new_rate() if on_cpu else None,
@@ -152,7 +152,7 @@ def _find_new_rate(*, in_chunks: bool = False) -> float:
     def time_new() -> float:
         start = time.perf_counter()
         with reuse_memory(torch.device("cpu")) if in_chunks else contextlib.nullcontext():
-            tensor = torch.empty(_NEW_BYTES, dtype=torch.uint8)
+            tensor = torch.empty(_NEW_BYTES, dtype=torch.uint8, device="cpu")
             tensor.fill_(1)
             again = time_call(functools.partial(tensor.fill_, 1))
             del tensor

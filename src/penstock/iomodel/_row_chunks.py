@@ -88,6 +88,17 @@ def find_sum_dtype(tensor: Tensor) -> torch.dtype:
 
 
 @contextlib.contextmanager
+def plain_mode(device: torch.device) -> Iterator[None]:
+    """Compute in the block without gradients, autocast and inference mode, whatever is on."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def reuse_memory(device: torch.device) -> Iterator[None]:
     """Have the values of a chunk lie in the memory of the chunk before.
 
@@ -104,7 +115,7 @@ def reuse_memory(device: torch.device) -> Iterator[None]:
         is_installed = allocator.acquire()
         is_counted = True
         if not is_installed:
-            torch.empty(REUSED_BYTES, dtype=torch.uint8)
+            torch.empty(REUSED_BYTES, dtype=torch.uint8, device="cpu")
         yield
     finally:
         if is_counted:
@@ -143,7 +154,7 @@ class _ChunkedSegment(torch.autograd.Function):
         """Return the gradients of the rows and the weights."""
         (gradient,), rows, device = gradients, ctx.saved_tensors[0], gradients[0].device
         ctx.tensors.check()
-        with torch.no_grad(), reuse_memory(device), torch.autocast(device.type, enabled=False):
+        with plain_mode(device), reuse_memory(device):
             found = _differentiate(ctx, rows, ctx.needs_input_grad[2:], gradient)
         if torch.is_grad_enabled():  # create_graph=True
             operands = gradient, rows, *ctx.tensors.weights
@@ -191,6 +202,8 @@ def find_gradient(weight: Tensor, accumulates: bool) -> Tensor | None:
     """
     if not accumulates or not weight.is_leaf or weight.grad is None:
         return None
+    if weight.grad.is_inference():  # nothing may be added to it in plain mode
+        return None
     if weight._backward_hooks or weight._post_accumulate_grad_hooks or count_node_hooks(weight):
         return None
     return weight.grad if will_accumulate(weight) else None
@@ -208,7 +221,9 @@ class GradientSums:
     ) -> None:
         self._rows, self._tensors = rows, tensors
         self._needs_rows = needed[0]
-        self._anchor = torch.empty(0, requires_grad=any(needed[1:]))
+        self._anchor = torch.empty(
+            0, dtype=torch.float32, requires_grad=any(needed[1:]), device="cpu"
+        )
         self._of_rows = torch.empty_like(rows) if needed[0] else None  # each chunk writes its own
         wanted = zip(tensors.weights, needed[1:], strict=True)
         self._wanted = {id(each): each for each, need in wanted if need}

@@ -223,7 +223,7 @@ class InputPages:
         """Begin to keep the inputs of a layer, such as `(B, n, width)`."""
         B, _, width = inputs.shape
         layout = BlockLayout(1, keys.block_tokens, width, 0, keys.dtype, keys.alignment_bytes)
-        tail = torch.zeros((B, keys.block_tokens, width), dtype=keys.dtype)
+        tail = torch.zeros((B, keys.block_tokens, width), dtype=keys.dtype, device="cpu")
         self._unfinished[layer] = state = _Unfinished(layout, tail)
         self._ledger.add(Tier.DEVICE, state.num_bytes)
 

@@ -117,8 +117,8 @@ class RecordAttention:
         self._kind, self._dtype = _KINDS[dtype], dtype
         self._block_tokens = block_tokens
         self._scale, self._softcap = scale, softcap or 0.0
-        self.out = torch.empty(*query.shape[:3], value_dim)
-        self.lse = torch.empty(query.shape[:3])
+        self.out = torch.empty(*query.shape[:3], value_dim, dtype=torch.float32, device="cpu")
+        self.lse = torch.empty(query.shape[:3], dtype=torch.float32, device="cpu")
         self.has_parts = False
 
     def add(
@@ -139,7 +139,11 @@ class RecordAttention:
             ValueError: A count is out of range.
         """
         addresses, counts = addresses.contiguous(), counts.contiguous()
-        block_lse = torch.empty(*self.lse.shape, addresses.shape[2]) if with_block_lse else None
+        block_lse = (
+            torch.empty(*self.lse.shape, addresses.shape[2], dtype=torch.float32, device="cpu")
+            if with_block_lse
+            else None
+        )
         if self.out.numel() > 0:
             library = _library()
             call = (addresses, counts, visible, bias, block_lse)
@@ -331,7 +335,7 @@ def _attend_by_torch(
     (scale, softcap, visible, bias), (out, lse, block_lse) = call, results
     batch, kv_heads, num_records = addresses.shape
     group = query.shape[1] // kv_heads
-    token = torch.arange(block_tokens)
+    token = torch.arange(block_tokens, device="cpu")
     for b in range(batch):
         for h in range(kv_heads):
             heads = slice(h * group, (h + 1) * group)
@@ -364,8 +368,8 @@ def _read_records(
     value_dim: int,
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values of records one after the other, zero beyond their counts."""
-    keys = torch.zeros(len(addresses), block_tokens, key_dim)
-    values = torch.zeros(len(addresses), block_tokens, value_dim)
+    keys = torch.zeros(len(addresses), block_tokens, key_dim, dtype=torch.float32, device="cpu")
+    values = torch.zeros(len(addresses), block_tokens, value_dim, dtype=torch.float32, device="cpu")
     for i, (address, count) in enumerate(zip(addresses.tolist(), counts.tolist(), strict=True)):
         first = address + block_tokens * key_dim * dtype.itemsize
         for to, start in ((keys, address), (values, first)):

@@ -33,7 +33,7 @@ class Scratch:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self.address = self._bytes.data_ptr()
 
     def view(self, offset: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -129,7 +129,9 @@ class CpuPlatform:
             if num_bytes <= MAX_VIEW_BYTES and (np.diff(some) == layout.record_bytes).all():
                 pages = torch.frombuffer(view_at(int(some[0]), num_bytes), dtype=layout.dtype)
             else:
-                pages = torch.empty(len(some) * layout.record_items, dtype=layout.dtype)
+                pages = torch.empty(
+                    len(some) * layout.record_items, dtype=layout.dtype, device="cpu"
+                )
             blocks.fill(pages.view(-1, layout.num_heads, layout.record_items), first + at)
             sources = pages.data_ptr() + np.arange(len(some)) * layout.record_bytes
             if sources[0] != some[0]:

@@ -262,7 +262,7 @@ class BlockPool(Owner):
             raise ValueError(f"repeats must be at least 1; got {repeats}")
         sizes = {self.batch_size(i) for i in self._layers if layers is None or i in layers}
         if len(sizes) == 1:
-            self.reorder(torch.arange(sizes.pop()).repeat_interleave(repeats), layers)
+            self.reorder(torch.arange(sizes.pop(), device="cpu").repeat_interleave(repeats), layers)
 
     def drop_before(self, layer: int, token: int) -> None:
         """Forget the blocks of a layer that end before a token; their numbers stay taken."""

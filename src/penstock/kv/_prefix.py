@@ -105,7 +105,7 @@ def _show_layer(pool: _Pool, layer: int, selector: Any) -> None:
     block_bytes = shape[0] * shape[1] * layout.key_items * layout.dtype.itemsize
     for first, last in _groups(num_blocks, max(1, _GROUP_BYTES // block_bytes)):
         if getattr(selector, "reads_keys", True):
-            keys = pool.keys_of(layer, torch.arange(first, last).expand(*shape, -1))
+            keys = pool.keys_of(layer, torch.arange(first, last, device="cpu").expand(*shape, -1))
         else:
             keys = torch.zeros((), dtype=layout.dtype, device=pool.platform.device)
             keys = keys.expand(*shape, last - first, layout.block_tokens, layout.key_dim)

@@ -253,7 +253,7 @@ class PrefixFile:
         if len(content) != num_bytes or zlib.crc32(content) != entry["checksum"]:
             raise self.refuse(f"is damaged at offset {entry['offset']}; {_MAKE_AGAIN}")
         if not num_bytes:
-            return torch.empty(entry["shape"], dtype=dtype)
+            return torch.empty(entry["shape"], dtype=dtype, device="cpu")
         return torch.frombuffer(content, dtype=dtype).reshape(entry["shape"])
 
     def _read(self, offset: int, num_bytes: int) -> bytes:

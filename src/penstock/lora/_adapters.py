@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.compat.autograd import outlive_inference
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -115,6 +117,8 @@ class AdapterRows:
                 f"order is {order.dtype} of shape {tuple(order.shape)}; accepted are int64 numbers "
                 f"of the adapters' {sum(self.counts)} rows"
             )
+        else:
+            object.__setattr__(self, "order", outlive_inference(order))
 
     @classmethod
     def group(cls, assignment: torch.Tensor | Sequence[int], num_adapters: int) -> AdapterRows:
@@ -185,7 +189,7 @@ class AdapterRows:
 def _to_integers(assignment: torch.Tensor | Sequence[int]) -> torch.Tensor:
     """Return an assignment as a tensor of integers."""
     try:
-        numbers = torch.as_tensor(assignment)
+        numbers = torch.as_tensor(assignment, device=getattr(assignment, "device", "cpu"))
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"assignment is {assignment!r}; accepted are integers") from error
     if numbers.dtype == torch.bool or numbers.is_floating_point() or numbers.is_complex():

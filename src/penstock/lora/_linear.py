@@ -261,12 +261,14 @@ def _derive_seeds(seed: Seed, adapters: Sequence[Adapter]) -> Tensor | None:
         seeds = seed
     elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
         parts = [_fill(_to_integer(each), 1) for each in seed]
-        seeds = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        seeds = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
     elif num_adapters == 1:
         seeds = _fill(_to_integer(seed), 1)
     else:
         others = [_to_signed(number * _GOLDEN) for number in range(num_adapters)]
-        seeds = _fill(_to_integer(seed), num_adapters) ^ torch.tensor(others, dtype=torch.int64)
+        seeds = _fill(_to_integer(seed), num_adapters) ^ torch.tensor(
+            others, dtype=torch.int64, device="cpu"
+        )
     if len(seeds) != num_adapters:
         raise ValueError(f"seed has {len(seeds)} numbers for {num_adapters} adapters")
     return seeds if any(adapter.dropout for adapter in adapters) else None
@@ -276,7 +278,7 @@ def _fill(seed: int, size: int) -> Tensor:
     """Return copies of a seed; a compiled step then takes another one without being recompiled."""
     if not -(2**63) <= seed < 2**63:
         seed = _to_signed(seed)
-    return torch.full((size,), seed, dtype=torch.int64)
+    return torch.full((size,), seed, dtype=torch.int64, device="cpu")
 
 
 def _to_integer(seed: Any) -> int:

@@ -68,8 +68,10 @@ def _expand(
     ]
     order = None
     if -1 in starts:
-        first = torch.tensor([number * each for numbers in samples for number in numbers])
-        order = (first[:, None] + torch.arange(each)).flatten().to(device)
+        first = torch.tensor(
+            [number * each for numbers in samples for number in numbers], device="cpu"
+        )
+        order = (first[:, None] + torch.arange(each, device="cpu")).flatten().to(device)
     return AdapterRows(
         num_rows, tuple(len(numbers) * each for numbers in samples), tuple(starts), order
     )

@@ -18,7 +18,7 @@ from penstock.memory._whole_file import NewFile, WholeFile
 
 if TYPE_CHECKING:
     from penstock.memory._cpu_allocator import CachingAllocator
-    from penstock.memory._probe import probe
+    from penstock.memory._probe import find_machine, probe
     from penstock.memory._profile import (
         CacheProfile,
         ComputeProfile,
@@ -55,6 +55,7 @@ __all__ = [
     "available_ram",
     "deferred_signals",
     "filesystem_type",
+    "find_machine",
     "installed_ram",
     "interruptible",
     "machine",

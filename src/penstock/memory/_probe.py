@@ -33,6 +33,7 @@ from penstock.memory._profile import (
     MachineProfile,
     TierProfile,
 )
+from penstock.memory._profile import machine as _machine
 from penstock.memory._ram import installed_ram
 from penstock.memory._store import FileStore, free_bytes, reserved_bytes
 from penstock.memory.pages import map_anonymous, round_down
@@ -65,6 +66,29 @@ class _ProbedDevice(NamedTuple):
     kind: str  # "cuda" or "cpu"
     name: str
     capacity_bytes: int
+
+
+def find_machine(
+    machine: MachineProfile | str | None, store: FileStore | str | os.PathLike[str] | None = None
+) -> MachineProfile:
+    """Return the profile that an argument `machine` stands for.
+
+    Args:
+        machine: A name that `penstock.memory.machine` takes, a profile, or None for this machine.
+        store: As of `probe`, which measures this machine.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: There is no machine of that name.
+    """
+    if machine is not None and not isinstance(machine, MachineProfile | str):
+        raise TypeError(
+            f"machine={machine!r}: must be a name that penstock.memory.machine takes, a "
+            "MachineProfile (as of penstock.probe()), or None for this machine"
+        )
+    if isinstance(machine, str):
+        return _machine(machine)
+    return probe(store) if machine is None else machine
 
 
 def probe(
@@ -229,7 +253,7 @@ def _measure_pcie() -> dict[Link, LinkProfile]:
     """Copy between the GPU and pinned host memory, as offloading does."""
     import torch
 
-    host = torch.empty(_PCIE_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(_PCIE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
     device = torch.empty(_PCIE_BYTES, dtype=torch.uint8, device="cuda")
 
     def copy(destination: torch.Tensor, source: torch.Tensor) -> int:
@@ -257,7 +281,9 @@ def _measure_compute(device: _ProbedDevice) -> ComputeProfile:
         return rate(lambda: torch.mm(left, left, out=out), 2 * rows**3)
 
     def add(num_bytes: int, times: int) -> float:
-        left, out = (torch.ones(num_bytes // 4, device=device.kind) for _ in range(2))
+        left, out = (
+            torch.ones(num_bytes // 4, dtype=torch.float32, device=device.kind) for _ in range(2)
+        )
         return rate(lambda: torch.add(left, 1.0, out=out), 2 * num_bytes, times)
 
     def rate(operate: Callable[[], object], amount: int, times: int = 1) -> float:

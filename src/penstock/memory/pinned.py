@@ -85,7 +85,7 @@ def _clear_last_error(device: torch.device | None) -> None:
         library.cudaGetLastError()
         return
     try:  # a kernel's launch asks
-        torch.zeros(1, device=device or "cuda").add_(1)
+        torch.zeros(1, dtype=torch.float32, device=device or "cuda").add_(1)
     except (RuntimeError, AssertionError) as error:  # the latter of a torch without CUDA
         _logger.debug("forgotten: %s", error)
 

@@ -88,8 +88,10 @@ def _sum_by_torch(rows: Tensor) -> Tensor:
 def _sum_by_cpp(rows: Tensor) -> Tensor:
     rows, (num_rows, num_columns) = rows.contiguous(), rows.shape
     tile_rows = choose_tile_rows(num_rows)
-    sums = torch.empty(num_columns, dtype=torch.float64)
-    partials = torch.empty(-(-num_rows // tile_rows), num_columns, dtype=torch.float64)
+    sums = torch.empty(num_columns, dtype=torch.float64, device="cpu")
+    partials = torch.empty(
+        -(-num_rows // tile_rows), num_columns, dtype=torch.float64, device="cpu"
+    )
     library = _library()
     assert library is not None, "there is a path without the library"
     pointers = rows.data_ptr(), partials.data_ptr(), sums.data_ptr()

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.errors import InfeasibleError
 from penstock.graph import StepGraph, operator_seconds
-from penstock.memory import MachineProfile, probe
+from penstock.memory import MachineProfile, find_machine
 from penstock.partitioner._bound import bound_by_levels, bound_exchanged_bytes
 from penstock.partitioner._fold import find_groups
 from penstock.partitioner._mesh import PARTIAL, level_byte_seconds, share
@@ -35,7 +35,7 @@ def partition(
     *,
     devices: int,
     device_memory: int | str | None = None,
-    machine: MachineProfile | None = None,
+    machine: MachineProfile | str | None = None,
     time_limit: float = 60,
     seed: int = 0,
     method: str = "auto",
@@ -54,7 +54,7 @@ def partition(
         graph: A captured step of the whole batch.
         devices: Number of ranks, at least 2.
         device_memory: Budget of each, in bytes or as `"16GiB"`; None: as many bytes as needed.
-        machine: A device and its links; None: this machine, measured.
+        machine: A device and its links, or its name, as of `plan`; None: this machine, measured.
         time_limit: Seconds, of which the search takes three quarters.
         seed: Kept in the result; the search draws no random numbers yet.
         method: `"auto"`, or to compare with: `"batch"` (data parallelism), `"fsdp"` (with
@@ -78,7 +78,7 @@ def partition(
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; accepted are {', '.join(map(repr, METHODS))}")
     budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")
-    profile = probe() if machine is None else machine
+    profile = find_machine(machine)
     start = time.monotonic()
     ends = start + time_limit
     search = make_search(graph, profile, budget, start + _SEARCH_SHARE * time_limit)

@@ -19,8 +19,7 @@ from typing import NamedTuple, TypedDict, Unpack, overload
 
 from penstock.errors import InfeasibleError, PlanError
 from penstock.graph import StepGraph
-from penstock.memory import FileStore, MachineProfile, probe
-from penstock.memory import machine as known_machine
+from penstock.memory import FileStore, MachineProfile, find_machine
 from penstock.partitioner._api import assemble, check_devices, make_search, with_bound
 from penstock.partitioner._partition import Partition
 from penstock.partitioner._rank import write_rank
@@ -210,14 +209,12 @@ def plan(
 def _parse_options(graph: StepGraph, options: PlanArguments) -> PlanArguments:
     """Return options with bytes and a profile in the place of words."""
     machine, memory = options.get("machine"), options.get("device_memory")
-    if isinstance(machine, str):
-        machine = known_machine(machine)
     share = parse_share(memory)
     if share is not None:
         memory = int(peak_of_program_order(graph) * share)
     elif memory is not None:
         memory = parse_bytes(memory, name="device_memory")
-    machine = probe(options.get("store")) if machine is None else machine
+    machine = find_machine(machine, options.get("store"))
     return {**options, "machine": machine, "device_memory": memory}
 
 

@@ -19,9 +19,8 @@ from penstock.memory import (
     MachineProfile,
     Tier,
     TierProfile,
-    probe,
+    find_machine,
 )
-from penstock.memory import machine as known_machine
 from penstock.planner._assemble import compute_bound
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Bound, Budget, Found
@@ -89,8 +88,8 @@ def plan(
             `store=` all that its host has, else there is no host tier.
         store: Directory or `FileStore` of the file tier. Where the machine's profile was made
             without one, 2 GB/s of writing and 3 GB/s of reading are assumed.
-        machine: A name (`penstock.memory.MACHINES`), a profile, or None for this machine. Links
-            of a probed one count as fast as they are while both directions are busy.
+        machine: A name that `penstock.memory.machine` takes, a profile, or None for this machine.
+            Links of a probed one count as fast as they are while both directions are busy.
         reorder: Whether operators may run in another order than the program's.
         recompute: Whether operators may run again, so that their results need not be kept or moved.
         split_products: Whether products of matrices may run in slices of rows, as
@@ -117,15 +116,10 @@ def plan(
         ValueError, TypeError: An argument has a wrong value or type.
     """
     _check_arguments(graph, method, time_limit, seed)
-    if machine is not None and not isinstance(machine, MachineProfile | str):
-        raise TypeError(
-            f"machine={machine!r}: must be a name of penstock.memory.MACHINES, a MachineProfile "
-            "(as of penstock.probe()), or None for this machine"
-        )
     share = parse_share(device_memory)
     if share is not None:
         device_memory = int(peak_of_program_order(graph) * share)
-    profile = known_machine(machine) if isinstance(machine, str) else machine or probe(store)
+    profile = find_machine(machine, store)
     profile = profile.while_both_are_busy()
     budget, profile = _tiers(profile, device_memory, host_memory, store)
     if method == "exact":

@@ -100,7 +100,7 @@ class _ProgramFunction(torch.autograd.Function):
         with torch.no_grad():
             found = program.backward(ctx.graph, tensors[:num_saved], tensors[num_saved:], gradients)
         if torch.is_grad_enabled():  # create_graph=True: an error at its use
-            marker = torch.empty(0, requires_grad=True)
+            marker = torch.empty(0, dtype=torch.float32, requires_grad=True, device="cpu")
             found = [None if one is None else _Once.apply(one, marker) for one in found]
         return None, None, *found
 

@@ -211,7 +211,7 @@ def _(program: str, is_wanted: Any, numbers: Any, graph: Any, inputs: Any) -> li
     traced = _programs[program].traced.program
     outputs = [traced.nodes[output] for output in traced.outputs]
     results = [inputs[0].new_empty(rows(node.space), *node.shape) for node in outputs]
-    return [*results, torch.empty(1, dtype=torch.uint8)]
+    return [*results, torch.empty(1, dtype=torch.uint8, device="cpu")]
 
 
 @torch.library.custom_op(

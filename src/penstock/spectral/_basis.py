@@ -83,7 +83,9 @@ class Basis:
         self.dtype, self.device, self.reduce = dtype, device, reduce
         self.num_resident = min(num_resident, capacity)
         self._ledger = ledger
-        self._gram = torch.zeros(0, 0, dtype=wide_dtype(dtype))  # of the last rotation's vectors
+        self._gram = torch.zeros(
+            0, 0, dtype=wide_dtype(dtype), device="cpu"
+        )  # of the last rotation's vectors
         self._resident = make_workspace(self.num_resident, length, dtype, device)
         self._lower = make_lower(capacity - self.num_resident, length, dtype, device, file, ledger)
         self._device_bytes = self.num_resident * length * dtype.itemsize

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from penstock.compat.autograd import outlive_inference
 from penstock.spectral._sources import SymmetricOperator
 
 
@@ -40,9 +41,10 @@ def hessian(
     leaves = _check_leaves(parameters)
 
     def multiply(vector: Tensor) -> Tensor:
+        vector = outlive_inference(vector)
         parts = _split(vector, leaves)
-        total = torch.zeros_like(vector)
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            total = torch.zeros_like(vector)
             for _ in range(num_batches):
                 gradients = torch.autograd.grad(
                     loss(), leaves, create_graph=True, materialize_grads=True
@@ -90,9 +92,10 @@ def fisher(
     leaves = _check_leaves(parameters)
 
     def multiply(vector: Tensor) -> Tensor:
+        vector = outlive_inference(vector)
         parts = _split(vector, leaves)
-        total, count = torch.zeros_like(vector), 0
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            total, count = torch.zeros_like(vector), 0
             for _ in range(num_batches):
                 each = losses()
                 count += len(each)

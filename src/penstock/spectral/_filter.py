@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,6 +71,15 @@ class ChebyshevFilter:
         a = math.acosh(max(1.0 + 1e-12, value)) / self.degree
         return self.degree * math.sinh(self.degree * a) / math.sinh(a) / self.half_width
 
+    def eigenvalues(self, values: Sequence[float]) -> Tensor:
+        """Return `eigenvalue` of each value, float64 `(len(values),)`."""
+        found = [self.eigenvalue(each) for each in values]
+        return torch.tensor(found, dtype=torch.float64, device="cpu")
+
+    def slopes(self, values: Sequence[float]) -> Tensor:
+        """Return `slope` of each value, float64 `(len(values),)`."""
+        return torch.tensor([self.slope(e) for e in values], dtype=torch.float64, device="cpu")
+
 
 @dataclasses.dataclass(frozen=True)
 class SpectrumEstimate:
@@ -120,8 +129,8 @@ def estimate_spectrum(
         if beta <= 1e-14 * (abs(alpha) + betas[-2]):
             break
         before, v, w = v, w.div_(beta), before
-    t = torch.diag(torch.tensor(alphas, dtype=torch.float64))
-    off = torch.tensor(betas[1:-1], dtype=torch.float64)
+    t = torch.diag(torch.tensor(alphas, dtype=torch.float64, device="cpu"))
+    off = torch.tensor(betas[1:-1], dtype=torch.float64, device="cpu")
     t += torch.diag(off, 1) + torch.diag(off, -1)
     ritz, y = torch.linalg.eigh(t)
     residuals = betas[-1] * y[-1].abs()

@@ -83,7 +83,9 @@ class ThickRestartLanczos:
         wide = wide_dtype(operator.dtype)
         self._h = torch.zeros(basis.capacity, basis.capacity, dtype=wide, device="cpu")
         self._known = 0  # columns of H
-        self._coupling = torch.zeros(block, block, dtype=wide)  # R of the last residual
+        self._coupling = torch.zeros(
+            block, block, dtype=wide, device="cpu"
+        )  # R of the last residual
         shape = (block, operator.length)
         self._w = make_workspace(*shape, operator.dtype, operator.device)
         self._u = make_workspace(*shape, operator.dtype, operator.device)
@@ -255,7 +257,7 @@ class ThickRestartLanczos:
         if first >= last:
             return min(max(k, last), m - 1)
         # maximise (m - q) sqrt((theta_k - theta_q+1) / (theta_k - theta_m))
-        kept = torch.arange(first, last + 1)
+        kept = torch.arange(first, last + 1, device="cpu")
         gaps = (theta[k - 1] - theta[kept]).clamp(min=0)
         return int(kept[((m - kept) * gaps.sqrt()).argmax()])
 
@@ -284,7 +286,7 @@ class ThickRestartLanczos:
             raise StopIteration
         self.num_restarts += 1
         count = min(len(pairs.values), self.k + self.block)
-        sums = torch.zeros(len(pairs.values), self.block, dtype=self._h.dtype)
+        sums = torch.zeros(len(pairs.values), self.block, dtype=self._h.dtype, device="cpu")
         for each in range(count):
             sums[:, each % self.block] += pairs.vectors[:, each]
         self.basis.combine(sums.to(self.operator.device), self._w)
@@ -314,7 +316,7 @@ class ThickRestartLanczos:
         replaced by random ones, and their rows of R are zero.
         """
         reduce = self.basis.reduce
-        total = torch.eye(len(w), dtype=self._h.dtype)
+        total = torch.eye(len(w), dtype=self._h.dtype, device="cpu")
         for turn in range(3):
             g = reduce(gram(w, w)).cpu()
             check_finite(float(g.abs().sum()))
@@ -341,7 +343,10 @@ class ThickRestartLanczos:
         )
 
     def _normalize_one_by_one(self, w: Tensor) -> Tensor:
-        reduce, r = self.basis.reduce, torch.zeros(len(w), len(w), dtype=self._h.dtype)
+        reduce, r = (
+            self.basis.reduce,
+            torch.zeros(len(w), len(w), dtype=self._h.dtype, device="cpu"),
+        )
         largest = float(max(reduce(gram(each[None], each[None])).real.max() for each in w)) ** 0.5
         for row in range(len(w)):
             before, vector = w[:row], w[row : row + 1]

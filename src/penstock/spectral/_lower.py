@@ -218,7 +218,7 @@ class HostVectors(LowerVectors):
     ) -> None:
         super().__init__(NUM_BUFFERS)
         is_gpu = device.type == "cuda"
-        self._vectors = torch.empty(capacity, length, dtype=dtype, pin_memory=is_gpu)
+        self._vectors = torch.empty(capacity, length, dtype=dtype, pin_memory=is_gpu, device="cpu")
         self._buffers = torch.empty(NUM_BUFFERS, length, dtype=dtype, device=device)
         self._stream = torch.cuda.Stream(device) if is_gpu else None
         self._ledger, self._vector_bytes = ledger, length * dtype.itemsize
@@ -380,7 +380,7 @@ class FileVectors(LowerVectors):
         period = DIRECT_IO_BYTES // self._dtype.itemsize
         width = max(period, self._stride_bytes // self._dtype.itemsize // count // period * period)
         if width * count * self._dtype.itemsize > self._stride_bytes:
-            memory = torch.empty(NUM_BUFFERS, width * count, dtype=self._dtype)
+            memory = torch.empty(NUM_BUFFERS, width * count, dtype=self._dtype, device="cpu")
         else:
             memory = self._memory.view(NUM_BUFFERS, -1).view(self._dtype)
         begins = range(0, self._length, width)

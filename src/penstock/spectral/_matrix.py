@@ -73,7 +73,9 @@ class SparseMatrix(Matrix):
     def __init__(self, csr: CSR) -> None:
         super().__init__(csr.shape, csr.values.dtype, csr.values.device)
         shape = csr.shape
-        matrix = torch.sparse_csr_tensor(csr.offsets, csr.columns, csr.values, shape)
+        matrix = torch.sparse_csr_tensor(
+            csr.offsets, csr.columns, csr.values, shape, device=csr.values.device
+        )
         self._rows = csr
         # A CSC matrix is the CSR of its transpose.
         turned = matrix.to_sparse_csc()

@@ -192,7 +192,7 @@ def rotate_rows(y: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     kept, length = out.shape
     if library is None or rows.dtype != torch.float64 or y.dtype != torch.float64 or not kept:
         return _rotate_by_torch(y, rows, out)
-    grams = torch.zeros(-(-length // _PIECE), kept, kept, dtype=torch.float64)
+    grams = torch.zeros(-(-length // _PIECE), kept, kept, dtype=torch.float64, device="cpu")
     call = Rotation(
         *(rows.data_ptr(), out.data_ptr(), y.contiguous(), grams, len(rows), kept, length),
         *(rows.stride(0), out.stride(0)),
@@ -229,7 +229,12 @@ def _combine_by_torch(
 ) -> None:
     num_rows = len(offsets) - 1
     matrix = torch.sparse_csr_tensor(
-        offsets - offsets[0], columns, values, (num_rows, x.shape[1]), check_invariants=False
+        offsets - offsets[0],
+        columns,
+        values,
+        (num_rows, x.shape[1]),
+        check_invariants=False,
+        device=values.device,
     )
     product = (matrix @ x.T).T
     place = out[:, first_row : first_row + num_rows]

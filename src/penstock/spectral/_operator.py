@@ -119,7 +119,7 @@ class CallableOperator(LinearOperator):
 
     def _check(self, product: Any, shape: tuple[int, ...]) -> Tensor:
         if not isinstance(product, Tensor):
-            product = torch.as_tensor(product)
+            product = torch.as_tensor(product, device=getattr(product, "device", "cpu"))
         if product.shape != shape:
             raise ValueError(
                 f"operator: returned a tensor of shape {tuple(product.shape)} for a vector of "
@@ -249,5 +249,5 @@ class SquaredOperator(LinearOperator):
 
 def make_random(shape: tuple[int, int], like: LinearOperator, generator: torch.Generator) -> Tensor:
     """Return normal random vectors on the operator's device; the same on every device."""
-    drawn = torch.randn(shape, dtype=like.dtype, generator=generator)
+    drawn = torch.randn(shape, dtype=like.dtype, generator=generator, device="cpu")
     return drawn.to(like.device)

@@ -63,7 +63,7 @@ def count_rows(operator: Any, group: Any) -> int:
             f"operator: with group= it must be a matrix, the rows of this rank; got "
             f"{type(operator).__name__}"
         )
-    total = torch.tensor([int(shape[0])])
+    total = torch.tensor([int(shape[0])], device="cpu")
     with watch(group):
         dist.all_reduce(total, group=group)
     return int(total)
@@ -85,10 +85,10 @@ class RowsOfRanks(LinearOperator):
             block=rows.block,
         )
         self._rows, self._group = rows, group
-        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device="cpu")
         counts[dist.get_rank(group)] = rows.length
         # What ranks decide by must be the same on all.
-        sweeps = torch.tensor([rows.sweep_bytes, rows.length])
+        sweeps = torch.tensor([rows.sweep_bytes, rows.length], device="cpu")
         with watch(group):
             dist.all_reduce(counts, group=group)
             dist.all_reduce(sweeps, op=dist.ReduceOp.MAX, group=group)

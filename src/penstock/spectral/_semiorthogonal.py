@@ -33,10 +33,10 @@ class OrthogonalityEstimate:
 
     def __init__(self, capacity: int, dtype: torch.dtype, unit: float, threshold: float) -> None:
         self.threshold, self._clean = threshold, _CLEAN * unit
-        self._newest = torch.zeros(capacity + 1, dtype=dtype)
+        self._newest = torch.zeros(capacity + 1, dtype=dtype, device="cpu")
         self._before = torch.zeros_like(self._newest)
         self._next = torch.zeros_like(self._newest)
-        self.lost = torch.zeros(capacity, dtype=torch.float64)
+        self.lost = torch.zeros(capacity, dtype=torch.float64, device="cpu")
         self._left_out = torch.zeros_like(self.lost)
         self._at, self.is_first = 0, False
         self.begin()
@@ -81,7 +81,7 @@ class OrthogonalityEstimate:
             self._newest[:at] = self._clean
             self._newest[at] = 1
             self._next[: at + 1] = self._clean
-            return torch.arange(at)
+            return torch.arange(at, device="cpu")
         # beta w_{j+1,i} = sum_k h_ik w_jk - alpha_j w_ji - beta_{j-1} w_{j-1,i} + rounding
         new = h[:at] @ self._newest[: at + 1] - h[at, at] * self._newest[:at]
         if at:
@@ -95,7 +95,7 @@ class OrthogonalityEstimate:
         self._next[:at], self._next[at] = new, self._clean
         size = self._next[:at].abs()
         if bool((size <= self.threshold).all()):
-            return torch.arange(0)
+            return torch.arange(0, device="cpu")
         rows = (size > _WIDER * self.threshold).nonzero()[:, 0]
         self._newest[rows] = self._clean
         self._next[rows] = self._clean

@@ -20,7 +20,7 @@ from penstock.spectral._filter import (
     estimate_spectrum,
 )
 from penstock.spectral._lanczos import RitzPairs, ThickRestartLanczos
-from penstock.spectral._operator import LinearOperator, SquaredOperator
+from penstock.spectral._operator import LinearOperator, SquaredOperator, make_random
 from penstock.spectral._problem import BasisPlan, StandardProblem, plan_basis
 from penstock.spectral._refinement import refine_pairs, solve_projected
 from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
@@ -235,10 +235,9 @@ class StandardSolution:
             return torch.zeros(shape, dtype=start.dtype, device=start.device).index_add_(
                 0, groups, start
             )
-        drawn = torch.randn(
-            block - count, start.shape[1], dtype=start.dtype, generator=self.problem.generator
-        )
-        return torch.cat([start, drawn.to(start.device)])
+        shape = (block - count, start.shape[1])
+        drawn = make_random(shape, self.problem.operator, self.problem.generator)
+        return torch.cat([start, drawn])
 
     def _tolerances(self, eigenvalues: Tensor, factor: float = 1.0) -> Tensor:
         """Return how large residuals may be, for eigenvalues of the operator.
@@ -259,17 +258,14 @@ class StandardSolution:
             # Rounding goes by the norm, which those that are wanted may be far below.
             ends = (float(pairs.values[0]), float(pairs.values[-1]))
             self._scale = max(self._scale, *(abs(chebyshev.eigenvalue(each)) for each in ends))
-            found = torch.tensor([chebyshev.eigenvalue(each) for each in values])
-            slopes = torch.tensor([chebyshev.slope(each) for each in values])
+            found, slopes = chebyshev.eigenvalues(values), chebyshev.slopes(values)
         else:
             # t = lambda^2, so d lambda = d t / (2 lambda); an eigenvalue near zero is told from the
             # others, which lie as far as the largest of those wanted.
-            squares = torch.tensor([max(0.0, chebyshev.eigenvalue(each)) for each in values])
-            found = squares.sqrt()
+            found = chebyshev.eigenvalues(values).clamp(min=0).sqrt()
             least = 0.25 * float(found.max())
-            slopes = torch.tensor([chebyshev.slope(each) for each in values])
-            slopes *= 2 * found.clamp(min=max(least, 1e-300))
-        wanted = self._tolerances(found.double()) * slopes.double()
+            slopes = chebyshev.slopes(values) * 2 * found.clamp(min=max(least, 1e-300))
+        wanted = self._tolerances(found) * slopes
         return bool((pairs.residuals[:k] <= wanted).all())
 
     # ------------------------------------------------------------------ the end
@@ -341,7 +337,7 @@ class StandardSolution:
             each > 1 and abs(place - at[0]) <= _NEAR * self._scale
             for each, place in zip(values, at, strict=True)
         ]
-        slopes = torch.tensor([chebyshev.slope(each) for each in values], dtype=torch.float64)
+        slopes = chebyshev.slopes(values)
         is_good = (pairs.residuals[k - 1 :][: len(at)] <= _NEAR * self._scale * slopes).tolist()
         count = 1
         while count < len(at) and is_near[count] and is_good[count]:
@@ -401,16 +397,16 @@ class StandardSolution:
         k = min(k, len(pairs.values))
         lanczos.basis.count = lanczos._known
         x = self._combine(pairs, lanczos.basis, k)
-        values = torch.tensor([self._filter.eigenvalue(e) for e in pairs.values[:k].tolist()])
-        slopes = torch.tensor([self._filter.slope(e) for e in pairs.values[:k].tolist()])
+        found = pairs.values[:k].tolist()
+        values, slopes = self._filter.eigenvalues(found), self._filter.slopes(found)
         residuals = pairs.residuals[:k] / slopes
         order = values.argsort()
-        num_good = int((residuals <= self._tolerances(values.double())).sum())
+        num_good = int((residuals <= self._tolerances(values)).sum())
         return NoConvergenceError(
             f"eigs: {num_good} of {self.problem.k} eigenpairs converged {reason}; the error has "
             "the best iterate: values, vectors and estimates of residuals. Raise max_restarts or "
             f"tol, or pass the vectors as start={self._advise_dense()}",
-            values=values.double()[order],
+            values=values[order],
             vectors=x[order.to(x.device)].T,
             residuals=residuals[order],
         )

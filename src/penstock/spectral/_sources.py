@@ -208,7 +208,7 @@ def _as_list(source: Any, name: str, *, in_memory: bool = False) -> Tensor | Fil
                 f"operator: {name} is a table in a file, whose single numbers are slow to read; "
                 "give its path instead"
             )
-        return source.gather_rows(torch.arange(len(source)))
+        return source.gather_rows(torch.arange(len(source), device="cpu"))
     if not isinstance(source, Tensor) or source.dim() != 1:
         found = tuple(source.shape) if isinstance(source, Tensor) else type(source).__name__
         raise TypeError(

@@ -87,10 +87,10 @@ class DenseSource(TileSource):
         if self._list is not None:
             if not begin:  # a sweep begins
                 # The table ends writes that were interrupted, and knows if its file has changed.
-                self._table.gather_rows(torch.tensor([0]))
+                self._table.gather_rows(torch.tensor([0], device="cpu"))
             return (self._list.read(begin * width, end * width, memory).view(-1, width),)
         rows = memory[: self.tile_bytes(begin, end)].view(self.dtype).view(end - begin, width)
-        self._table.gather_rows(torch.arange(begin, end), out=rows)
+        self._table.gather_rows(torch.arange(begin, end, device="cpu"), out=rows)
         return (rows,)
 
     def combine(

@@ -44,8 +44,8 @@ def bfs(graph: CSRGraph | RankGraph, sources: Tensor) -> Tensor:
     """
     part = as_rank_graph(graph)
     nodes = check_seeds(sources, part.num_nodes).cpu()
-    hops = torch.full((part.num_own,), UNREACHED, dtype=torch.int32)
-    is_told = torch.zeros(part.num_halo, dtype=torch.bool)
+    hops = torch.full((part.num_own,), UNREACHED, dtype=torch.int32, device="cpu")
+    is_told = torch.zeros(part.num_halo, dtype=torch.bool, device="cpu")
     arrived = part.send_to_owners(nodes.unique(), "bfs sources")[0]
     frontier = part.position_of(arrived.unique())
     hops[frontier] = 0

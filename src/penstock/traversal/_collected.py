@@ -135,6 +135,6 @@ def _join_lists(known: Tensor, found: list[tuple[Tensor, Tensor, Tensor]], flow:
     order = nodes.argsort()
     places = list_places(starts[order], degrees[order])
     indices = narrow(torch.searchsorted(known, entries[places]), len(known))
-    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64)
+    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(degrees[order], 0, out=offsets[1:])
     return CSRGraph(offsets, indices, flow=flow)

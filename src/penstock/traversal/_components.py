@@ -42,7 +42,7 @@ def connected_components(graph: CSRGraph | RankGraph) -> Tensor:
         is_changed = _tell_owners(part, roots, least) | _ask_owners(part, roots, least)
         if not part.exchange.total(int(is_changed)):
             break
-    found = torch.empty(num_own, dtype=torch.int64)
+    found = torch.empty(num_own, dtype=torch.int64, device="cpu")
     for begin in range(0, num_own, part.block_entries):
         end = min(begin + part.block_entries, num_own)
         found[begin:end] = least.index_select(0, roots[begin:end])
@@ -58,7 +58,7 @@ def _find_least(part: RankGraph, roots: Tensor) -> Tensor:
     least = torch.full_like(roots, part.num_nodes)
     for begin in range(0, part.num_own, part.block_entries):
         root = roots[begin : min(begin + part.block_entries, part.num_own)].long()
-        ids = part.id_of(torch.arange(begin, begin + len(root)))
+        ids = part.id_of(torch.arange(begin, begin + len(root), device="cpu"))
         least.scatter_reduce_(0, root, ids.to(least.dtype), "amin")
     for positions, sent, places, received in part.split_halo():
         own = part.id_of(positions).to(least.dtype)
@@ -101,7 +101,7 @@ def _find_roots(part: RankGraph) -> Tensor:
     in the same sweep; the next one sees its edge again.
     """
     num_known, is_narrow = part.num_own + part.num_halo, part.num_nodes < 2**31
-    roots = torch.arange(num_known, dtype=torch.int32 if is_narrow else torch.int64)
+    roots = torch.arange(num_known, dtype=torch.int32 if is_narrow else torch.int64, device="cpu")
     while True:
         num_joined = 0
         for begin, end in part.split_own():

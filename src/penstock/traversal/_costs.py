@@ -76,7 +76,7 @@ def khop_costs(graph: CSRGraph, seeds: Tensor, hops: int, *, edge_ids: bool = Fa
             raise graph.damage(error.place) from None
     else:
         each = [_count_closure(request, i) for i in range(len(request.seeds))]
-        counts = torch.tensor(each, dtype=torch.int64).view(-1, 3).T
+        counts = torch.tensor(each, dtype=torch.int64, device="cpu").view(-1, 3).T
     num_nodes, num_entries, num_edges = counts
     edge_bytes = EDGE_BYTES + (ID_BYTES if edge_ids else 0)
     return KhopCosts(

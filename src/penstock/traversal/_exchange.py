@@ -70,7 +70,7 @@ class Exchange:
         if self._group is None:
             return sent
         ones = [1] * self.num_ranks
-        return self.trade(torch.tensor(sent), ones, ones, "counts").tolist()
+        return self.trade(torch.tensor(sent, device="cpu"), ones, ones, "counts").tolist()
 
     def spread(self, table: Tensor, kind: str) -> Tensor:
         """Return rank 0's table on all ranks; those of the others are written over."""
@@ -84,15 +84,15 @@ class Exchange:
 
     def sum(self, value: float) -> float:
         """Return the sum of a number over the ranks; the same bits on all of them."""
-        return self._reduce(torch.tensor(value, dtype=torch.float64), "sum").item()
+        return self._reduce(torch.tensor(value, dtype=torch.float64, device="cpu"), "sum").item()
 
     def largest(self, *values: int) -> list[int]:
         """Return the largest of each whole number over the ranks."""
-        return self._reduce(torch.tensor(values), "largest").tolist()
+        return self._reduce(torch.tensor(values, device="cpu"), "largest").tolist()
 
     def total(self, value: int) -> int:
         """Return the sum of a whole number over the ranks."""
-        return int(self._reduce(torch.tensor(value), "sum"))
+        return int(self._reduce(torch.tensor(value, device="cpu"), "sum"))
 
     def _reduce(self, value: Tensor, operation: str) -> Tensor:
         if self._group is not None:

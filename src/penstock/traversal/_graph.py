@@ -199,7 +199,9 @@ class CSRGraph:
         indptr, indices = (_load(each) for each in (self.indptr, self.indices))
         order = torch.argsort(indices, stable=True)
         degrees = indptr.diff()
-        owners = torch.arange(self.num_nodes, dtype=indices.dtype).repeat_interleave(degrees)
+        owners = torch.arange(self.num_nodes, dtype=indices.dtype, device="cpu").repeat_interleave(
+            degrees
+        )
         ids = order if self.edge_ids is None else _load(self.edge_ids)[order]
         return CSRGraph(
             narrow(_count_degrees(indices, self.num_nodes), self.num_edges),
@@ -260,7 +262,7 @@ class CSRGraph:
 
     def damage(self, place: int) -> ValueError:
         """Return the error of an entry of `indices` that is no node."""
-        node = int(self.read_neighbors(torch.tensor([place])))
+        node = int(self.read_neighbors(torch.tensor([place], device="cpu")))
         return ValueError(f"indices[{place}] is {node}, but the graph has {self.num_nodes} nodes")
 
     def __repr__(self) -> str:
@@ -300,7 +302,7 @@ def _check_count(num_nodes: Any) -> int:
 
 
 def _check_offsets(indptr: Tensor, num_edges: int) -> None:
-    first, last = read_entries(indptr, torch.tensor([0, len(indptr) - 1])).tolist()
+    first, last = read_entries(indptr, torch.tensor([0, len(indptr) - 1], device="cpu")).tolist()
     if first != 0 or last != num_edges:
         raise ValueError(
             f"indptr: expected to begin with 0 and to end with the number of indices, {num_edges}; "
@@ -330,7 +332,7 @@ def _check_nodes(indices: Tensor, num_nodes: int) -> None:
 
 def _count_degrees(owner: Tensor, num_nodes: int) -> Tensor:
     """Return the offsets of lists whose entries have these owners."""
-    offsets = torch.zeros(num_nodes + 1, dtype=torch.int64)
+    offsets = torch.zeros(num_nodes + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(torch.bincount(owner, minlength=num_nodes), 0, out=offsets[1:])
     return offsets
 
@@ -349,5 +351,7 @@ def _load(values: Tensor) -> Tensor:
     """Return all entries of a list."""
     found = in_memory(values)
     return (
-        read_entries(values, torch.arange(len(values))).to(values.dtype) if found is None else found
+        read_entries(values, torch.arange(len(values), device="cpu")).to(values.dtype)
+        if found is None
+        else found
     )

@@ -143,7 +143,7 @@ def _read_blocks(part: RankGraph, rows: LayerRows, num_bytes: int) -> Iterator[L
             end = min(begin + most, last)
             num_entries = part.count_range(begin, end)
             if num_entries > most:
-                node = int(part.id_of(torch.tensor([begin])))
+                node = int(part.id_of(torch.tensor([begin], device="cpu")))
                 raise CapacityError(
                     f"max_bytes: the {num_entries} neighbours of node {node} alone take about "
                     f"{format_bytes(num_entries * row_bytes)} as a block, which may take a half of "

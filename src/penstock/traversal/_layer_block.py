@@ -38,8 +38,8 @@ def read_block(part: RankGraph, source: LayerRows, begin: int, end: int) -> Laye
     is_inside = (entries >= begin) & (entries < end)
     others = entries[~is_inside].unique()
     places = torch.where(is_inside, entries - begin, count + torch.searchsorted(others, entries))
-    owners = torch.arange(count).repeat_interleave(degrees)
-    rows = source.read(torch.cat([torch.arange(begin, end), others]))
+    owners = torch.arange(count, device="cpu").repeat_interleave(degrees)
+    rows = source.read(torch.cat([torch.arange(begin, end, device="cpu"), others]))
     return LayerBlock(begin, end, rows, _direct(part, places, owners))
 
 
@@ -51,7 +51,7 @@ def check_layer(
     A few nodes are computed with their own lists alone, and with those of some neighbours beside
     them.
     """
-    tried = torch.arange(min(part.num_own, _NUM_TRIED))
+    tried = torch.arange(min(part.num_own, _NUM_TRIED), device="cpu")
     lengths = part.count_entries(tried)
     nodes = tried[(lengths > 0) & (lengths <= _MOST_ENTRIES)][:_NUM_COMPARED]
     if not len(nodes):
@@ -66,7 +66,9 @@ def check_layer(
     known = torch.cat([owners, entries[~torch.isin(entries, owners)].unique()])
     order = known.argsort()
     places = order[torch.searchsorted(known[order], entries)]
-    targets = torch.arange(len(lists)).repeat_interleave(torch.tensor([len(e) for e in lists]))
+    targets = torch.arange(len(lists), device="cpu").repeat_interleave(
+        torch.tensor([len(e) for e in lists], device="cpu")
+    )
     num_alone = sum(len(each) for each in near)
     rows = source.read(known)
     alone = layer(rows, _direct(part, places[:num_alone], targets[:num_alone]))[: len(nodes)]

@@ -73,7 +73,11 @@ def check_features(part: RankGraph, features: Any, cache_bytes: int) -> LayerRow
 
 def _add_halo(part: RankGraph, own: Tensor) -> Tensor:
     """Return rows of own nodes followed by those of the halo, in memory."""
-    rows = own.gather_rows(torch.arange(len(own))) if isinstance(own, UnifiedTensor) else own
+    rows = (
+        own.gather_rows(torch.arange(len(own), device="cpu"))
+        if isinstance(own, UnifiedTensor)
+        else own
+    )
     return torch.cat([rows, part.pull_halo(rows, "rows of features")])
 
 
@@ -82,7 +86,7 @@ def make_rows(
 ) -> Tensor:
     """Return memory for rows, or a table in a new file."""
     if path is None:
-        return torch.empty(num_rows, width, dtype=dtype)
+        return torch.empty(num_rows, width, dtype=dtype, device="cpu")
     empty((num_rows, width), dtype, path=path, device="cpu")
     return unify(path, device="cpu", cache=cache_bytes)
 
@@ -90,6 +94,6 @@ def make_rows(
 def write_rows(values: Tensor, begin: int, rows: Tensor) -> None:
     """Write consecutive rows."""
     if isinstance(values, UnifiedTensor):
-        values[torch.arange(begin, begin + len(rows))] = rows
+        values[torch.arange(begin, begin + len(rows), device="cpu")] = rows
     else:
         values[begin : begin + len(rows)] = rows

@@ -31,7 +31,11 @@ def as_list(source: Any, name: str) -> Tensor:
         source = torch.from_numpy(np.ascontiguousarray(source))
     elif isinstance(source, Sequence):
         try:
-            source = torch.tensor(source) if len(source) else torch.empty(0, dtype=torch.int64)
+            source = (
+                torch.tensor(source, device="cpu")
+                if len(source)
+                else torch.empty(0, dtype=torch.int64, device="cpu")
+            )
         except (TypeError, ValueError) as error:
             raise TypeError(f"{name}: expected integers, got {type(source).__name__}") from error
     if not isinstance(source, Tensor):
@@ -78,7 +82,7 @@ def list_places(starts: Tensor, degrees: Tensor) -> Tensor:
     """Return the places of the entries of lists that begin at `starts`, side by side."""
     ends = degrees.cumsum(0)
     shift = (starts - (ends - degrees)).repeat_interleave(degrees)
-    return shift + torch.arange(len(shift))
+    return shift + torch.arange(len(shift), device="cpu")
 
 
 def check_edges(edge_index: Any, num_nodes: int) -> None:

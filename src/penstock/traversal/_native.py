@@ -189,7 +189,7 @@ def count_closures(lists: NeighborLists, seeds: Tensor, hops: int) -> Tensor:
     """
     library = _library()
     assert library is not None, "there is a path without the library"
-    counts = torch.empty(3, len(seeds), dtype=torch.int64)
+    counts = torch.empty(3, len(seeds), dtype=torch.int64, device="cpu")
     _check(
         library.penstock_count_closures(
             *(_refer_lists(lists), lists.num_rows, seeds.data_ptr(), len(seeds), hops),

@@ -18,14 +18,14 @@ def read_own_lists(graph: CSRGraph, nodes: Tensor) -> tuple[Tensor, Tensor]:
     Each rank reads its part of a file once, so a copy of the whole file in memory would not pay.
     """
     graph = open_uncached(graph)
-    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64)
+    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64, device="cpu")
     for begin in range(0, len(nodes), _BLOCK_NODES):
         part = nodes[begin : begin + _BLOCK_NODES].long()
         offsets[begin + 1 : begin + 1 + len(part)] = graph.read_lists(part)[1]
     torch.cumsum(offsets, 0, out=offsets)
     most = torch.iinfo(torch.int32).max
     dtype = torch.int32 if graph.num_nodes <= most else torch.int64
-    entries = torch.empty(int(offsets[-1]), dtype=dtype)
+    entries = torch.empty(int(offsets[-1]), dtype=dtype, device="cpu")
     for begin in range(0, len(nodes), _BLOCK_LISTS):
         part = nodes[begin : begin + _BLOCK_LISTS].long()
         starts, degrees = graph.read_lists(part)

@@ -51,7 +51,11 @@ class Ownership:
         found = [
             narrow(block[self.owner_of(block) == rank], self.num_nodes) for block in self._blocks()
         ]
-        return torch.cat(found) if found else narrow(torch.empty(0), self.num_nodes)
+        return (
+            torch.cat(found)
+            if found
+            else narrow(torch.empty(0, dtype=torch.int64, device="cpu"), self.num_nodes)
+        )
 
     def checksum(self) -> int:
         """Return a number that differs for different tables; zero where there is none."""
@@ -62,7 +66,7 @@ class Ownership:
 
     def _blocks(self) -> Iterator[Tensor]:
         for begin in range(0, self.num_nodes, _BLOCK_NODES):
-            yield torch.arange(begin, min(begin + _BLOCK_NODES, self.num_nodes))
+            yield torch.arange(begin, min(begin + _BLOCK_NODES, self.num_nodes), device="cpu")
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +93,7 @@ def find_ownership(graph: CSRGraph, split: Any, exchange: Exchange, seed: int) -
         )
     if split != "cluster":
         return Ownership(split, num_nodes, num_ranks, seed)
-    table = torch.zeros(num_nodes, dtype=_narrowest(num_ranks))
+    table = torch.zeros(num_nodes, dtype=_narrowest(num_ranks), device="cpu")
     if exchange.rank == 0:
         table = find_clusters(graph, num_ranks)
     return Ownership(exchange.spread(table, "clusters"), num_nodes, num_ranks, seed)
@@ -133,18 +137,18 @@ def find_clusters(graph: CSRGraph, num_ranks: int) -> Tensor:
     Several passes follow each other, which see where the one before has put the neighbours.
     """
     dtype = _narrowest(num_ranks)
-    owners = torch.full((graph.num_nodes,), num_ranks, dtype=dtype)  # nowhere yet
+    owners = torch.full((graph.num_nodes,), num_ranks, dtype=dtype, device="cpu")  # nowhere yet
     if num_ranks == 1 or not graph.num_nodes:
         return owners.zero_()
     capacity = _SLACK * (graph.num_nodes + graph.num_edges) / num_ranks
-    loads = torch.zeros(num_ranks + 1, dtype=torch.float64)
+    loads = torch.zeros(num_ranks + 1, dtype=torch.float64, device="cpu")
     graph = open_uncached(graph)  # a copy in memory would be that of a whole file, on one rank
     for _ in range(_NUM_PASSES):
         for nodes, degrees, neighbors in _read_blocks(graph, num_ranks):
             before = owners[nodes].long()
             weights = degrees.double() + 1
             loads.index_add_(0, before, -weights)
-            row = torch.arange(len(nodes)).repeat_interleave(degrees)
+            row = torch.arange(len(nodes), device="cpu").repeat_interleave(degrees)
             cells = row * (num_ranks + 1) + owners.index_select(0, neighbors)
             counts = torch.bincount(cells, minlength=len(nodes) * (num_ranks + 1))
             near = counts.view(len(nodes), -1)[:, :num_ranks]
@@ -166,7 +170,7 @@ def _place(near: Tensor, weights: Tensor, loads: Tensor, capacity: float) -> Ten
     room = (1 - loads / capacity).clamp(min=0)
     score = near * room + 1e-9 * room  # without neighbours: where there is most room
     chosen, loads = score.argmax(1), loads.clone()
-    is_over = torch.zeros(len(chosen), dtype=torch.bool)
+    is_over = torch.zeros(len(chosen), dtype=torch.bool, device="cpu")
     for rank in range(len(loads)):
         mine = (chosen == rank).nonzero().flatten()
         fits = loads[rank] + weights[mine].cumsum(0) <= capacity
@@ -184,7 +188,7 @@ def _read_blocks(graph: CSRGraph, num_ranks: int) -> Iterator[tuple[Tensor, Tens
     """Yield nodes, the lengths of their lists, and the entries of these."""
     count = max(min(_CLUSTER_NODES, graph.num_nodes // (_LEAST_BLOCKS * num_ranks)), 1)
     for begin in range(0, graph.num_nodes, count):
-        nodes = torch.arange(begin, min(begin + count, graph.num_nodes))
+        nodes = torch.arange(begin, min(begin + count, graph.num_nodes), device="cpu")
         starts, degrees = graph.read_lists(nodes)
-        places = torch.arange(int(starts[0]), int(starts[-1] + degrees[-1]))
+        places = torch.arange(int(starts[0]), int(starts[-1] + degrees[-1]), device="cpu")
         yield nodes, degrees, read_entries(graph.indices, places)

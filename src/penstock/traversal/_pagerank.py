@@ -53,7 +53,9 @@ def pagerank(
     part = as_rank_graph(graph)
     _check_numbers(damping, tol, max_iterations)
     iteration = _Iteration.of(part)
-    values = torch.full((part.num_own,), 1 / max(part.num_nodes, 1), dtype=torch.float64)
+    values = torch.full(
+        (part.num_own,), 1 / max(part.num_nodes, 1), dtype=torch.float64, device="cpu"
+    )
     change = 0.0
     for _ in range(max_iterations):
         # r'(v) = (1 - d) / n + d (sum_{u -> v} r(u) / deg(u) + sum_{deg(u) = 0} r(u) / n)
@@ -90,11 +92,11 @@ class _Iteration:
     def of(cls, part: RankGraph) -> _Iteration:
         """Count the edges that leave each node."""
         if part.flow == "target_to_source":  # the lists themselves are the edges that leave
-            leaving = torch.zeros(part.num_own, dtype=torch.int32)
+            leaving = torch.zeros(part.num_own, dtype=torch.int32, device="cpu")
             for begin, end in part.split_own():
                 leaving[begin:end] = part.read_own(begin, end)[0]
             return cls._make(part, leaving)
-        counts = torch.zeros(part.num_own + part.num_halo, dtype=torch.int32)
+        counts = torch.zeros(part.num_own + part.num_halo, dtype=torch.int32, device="cpu")
         for begin, end in part.split_own():
             entries = part.read_own(begin, end)[1]
             counts.index_add_(0, entries, counts.new_ones(1).expand(len(entries)))
@@ -109,7 +111,7 @@ class _Iteration:
         if most <= torch.iinfo(torch.int16).max:
             leaving = leaving.to(torch.int16)
         trim_heap()  # of the counts
-        known = torch.empty(part.num_own + part.num_halo, dtype=torch.float64)
+        known = torch.empty(part.num_own + part.num_halo, dtype=torch.float64, device="cpu")
         return cls(part, leaving, known)
 
     def spread(self, values: Tensor) -> float:

@@ -118,7 +118,7 @@ class RankGraph:
         self.exchange = exchange
         self._is_whole = exchange.num_ranks == 1
         self._halo_counts = [0] * exchange.num_ranks
-        empty = torch.empty(0, dtype=torch.int32)
+        empty = torch.empty(0, dtype=torch.int32, device="cpu")
         self._halo_ids: Tensor | None = None
         self._send = SendLists(empty, self._halo_counts, 0)
         self._longest_part = 0  # of the cut, between any two ranks
@@ -142,13 +142,13 @@ class RankGraph:
 
     def _find_halo(self) -> None:
         """Find the nodes of other ranks in the lists, number all, and tell the owners."""
-        is_known = torch.zeros(self.num_nodes, dtype=torch.bool)
+        is_known = torch.zeros(self.num_nodes, dtype=torch.bool, device="cpu")
         for block in self._indices.split(_BLOCK_ENTRIES):
             is_known[block.long()] = True
         for block in self._own.split(_BLOCK_ENTRIES):
             is_known[block.long()] = False
         ranks = range(self.exchange.num_ranks)
-        counts = torch.zeros(len(ranks), dtype=torch.int64)
+        counts = torch.zeros(len(ranks), dtype=torch.int64, device="cpu")
         for _, owners in self._iter_marked(is_known):
             counts += torch.bincount(owners, minlength=len(ranks))
         self._halo_counts = counts.tolist()
@@ -187,7 +187,7 @@ class RankGraph:
     def _trade_places(self, halo: Tensor) -> None:
         """Tell owners the ids of the halo; keep what others ask for here as places of own nodes."""
         counts = self.exchange.trade_counts(self._halo_counts)
-        positions = torch.empty(sum(counts), dtype=torch.int32)
+        positions = torch.empty(sum(counts), dtype=torch.int32, device="cpu")
         (self._longest_part,) = self.exchange.largest(max([0, *counts, *self._halo_counts]))
         for begin in range(0, self._longest_part, _BLOCK_ROWS):
             theirs, asked = _cut_parts(self._halo_counts, begin, _BLOCK_ROWS)
@@ -199,7 +199,7 @@ class RankGraph:
     @property
     def nodes(self) -> Tensor:
         """Ids of the nodes that the rank owns, int64 of shape (num_own,), rising."""
-        return torch.arange(self.num_nodes) if self._is_whole else self._own.long()
+        return torch.arange(self.num_nodes, device="cpu") if self._is_whole else self._own.long()
 
     @property
     def num_bytes(self) -> int:
@@ -281,7 +281,12 @@ class RankGraph:
         for part in positions.split(_BLOCK_NODES) if len(positions) else ():
             both = read_entries(self._indptr, torch.stack([part, part + 1]))
             ends = (both[1] - both[0]).cumsum(0)
-            cuts = torch.searchsorted(ends, torch.arange(most, max(int(ends[-1]), most), most)) + 1
+            cuts = (
+                torch.searchsorted(
+                    ends, torch.arange(most, max(int(ends[-1]), most), most, device="cpu")
+                )
+                + 1
+            )
             bounds = sorted({0, *cuts.tolist(), len(part)})
             for begin, end in itertools.pairwise(bounds):
                 starts, degrees = both[0, begin:end], both[1, begin:end] - both[0, begin:end]
@@ -294,7 +299,7 @@ class RankGraph:
 
     def count_range(self, begin: int, end: int) -> int:
         """Return the entries of the lists of consecutive own nodes."""
-        first, last = read_entries(self._indptr, torch.tensor([begin, end])).tolist()
+        first, last = read_entries(self._indptr, torch.tensor([begin, end], device="cpu")).tolist()
         return last - first
 
     def read_list(self, position: int) -> Tensor:
@@ -374,12 +379,14 @@ class RankGraph:
             halo: Places in the halo, int64, rising.
             kind: Kind of message.
         """
-        ends = torch.tensor(self._halo_counts).cumsum(0)
+        ends = torch.tensor(self._halo_counts, device="cpu").cumsum(0)
         bounds = torch.searchsorted(halo, ends)
         sent = bounds.diff(prepend=bounds.new_zeros(1)).tolist()
         received = self.exchange.trade_counts(sent)
         # 4 bytes: a place in the part of the halo that both ranks know.
-        starts = (ends - torch.tensor(self._halo_counts)).repeat_interleave(torch.tensor(sent))
+        starts = (ends - torch.tensor(self._halo_counts, device="cpu")).repeat_interleave(
+            torch.tensor(sent, device="cpu")
+        )
         arrived = self.exchange.trade((halo - starts).int(), sent, received, kind)
         parts = enumerate(arrived.split(received))
         return torch.cat([self._send.select(rank, places) for rank, places in parts])
@@ -451,7 +458,7 @@ def _cut_parts(counts: list[int], begin: int, most: int) -> tuple[Tensor, list[i
     places, found, start = [], [], 0
     for count in counts:
         end = min(begin + most, count)
-        places.append(torch.arange(start + min(begin, end), start + end))
+        places.append(torch.arange(start + min(begin, end), start + end, device="cpu"))
         found.append(len(places[-1]))
         start += count
     return torch.cat(places), found
@@ -460,7 +467,11 @@ def _cut_parts(counts: list[int], begin: int, most: int) -> tuple[Tensor, list[i
 def _read_range(values: Tensor, begin: int, end: int) -> Tensor:
     """Return consecutive entries of a list."""
     found = in_memory(values)
-    return read_entries(values, torch.arange(begin, end)) if found is None else found[begin:end]
+    return (
+        read_entries(values, torch.arange(begin, end, device="cpu"))
+        if found is None
+        else found[begin:end]
+    )
 
 
 def _compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> None:

@@ -79,7 +79,7 @@ class NeighborSampler:
         self._fanouts, self._replace = _parse_fanouts(fanouts), replace
         if len(self._starts) == 0:
             raise ValueError("starts: expected shape (num_nodes + 1,), got no element")
-        first, last = self._starts[torch.tensor([0, -1])].tolist()
+        first, last = self._starts[torch.tensor([0, -1], device="cpu")].tolist()
         if first != 0 or last != len(self._neighbors):
             raise ValueError(
                 f"starts: expected to begin with 0 and to end with the number of neighbors, "
@@ -242,7 +242,7 @@ def _parse_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
 
 def _make_table(source: Any, name: str) -> UnifiedTensor:
     if isinstance(source, Sequence) and not isinstance(source, str):
-        source = torch.tensor(source, dtype=torch.int64)
+        source = torch.tensor(source, dtype=torch.int64, device="cpu")
     table = source if isinstance(source, UnifiedTensor) else unify(source)
     if table.dim() != 1 or table.dtype not in (torch.int64, torch.int32):
         raise TypeError(

@@ -52,7 +52,7 @@ class _Bits:
     """A rising list of positions as one bit for each position that could be in it."""
 
     def __init__(self, positions: Tensor, num_positions: int) -> None:
-        is_in = torch.zeros(-(-num_positions // _SPAN), _SPAN, dtype=torch.bool)
+        is_in = torch.zeros(-(-num_positions // _SPAN), _SPAN, dtype=torch.bool, device="cpu")
         is_in.view(-1)[positions.long()] = True
         self._ends = is_in.sum(1).cumsum(0)
         self._bits = np.packbits(is_in.numpy(), axis=1)
@@ -64,7 +64,7 @@ class _Bits:
     def read(self, begin: int, end: int) -> Tensor:
         """Return the positions at consecutive places."""
         if begin >= end:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         first = int(torch.searchsorted(self._ends, begin, right=True))
         last = int(torch.searchsorted(self._ends, end)) + 1
         before = int(self._ends[first - 1]) if first else 0
@@ -72,7 +72,7 @@ class _Bits:
 
     def select(self, places: Tensor) -> Tensor:
         """Return the positions at some places, span by span."""
-        found = torch.empty(len(places), dtype=torch.int64)
+        found = torch.empty(len(places), dtype=torch.int64, device="cpu")
         spans = torch.searchsorted(self._ends, places.long(), right=True)
         for span in spans.unique().tolist():
             at = (spans == span).nonzero().flatten()

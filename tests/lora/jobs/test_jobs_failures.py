@@ -22,6 +22,14 @@ def undisturbed(base):
         return results_of(jobs)["plain"]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_jobs_train_also_where_gradients_are_off(base, undisturbed, mode):
+    with mode(), Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "plain", num_steps=STEPS)
+        jobs.run()
+        assert have_same_bits(results_of(jobs)["plain"], undisturbed)
+
+
 def fail_at(step, wrong):
     """A loss that is as ever for a number of calls in training, and `wrong` of it then."""
     calls = [-2]  # `add` tries it twice

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -286,6 +287,11 @@ class DynamicBatcher(nn.Module):
         return InputTensors(laid, device, kept_bytes, kept_bytes + peak_bytes)
 
 
+def _contexts_of_checkpoint() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a piece's first run and of the next, which a backward pass begins."""
+    return nullcontext(), torch.inference_mode(False)
+
+
 @dataclass(eq=False)
 class _BatchRun:
     """A run of a plan, batch by batch and piece by piece."""
@@ -328,7 +334,7 @@ class _BatchRun:
         if piece.recompute and torch.is_grad_enabled():
             from torch.utils.checkpoint import checkpoint
 
-            outputs = checkpoint(compute, use_reentrant=False)
+            outputs = checkpoint(compute, use_reentrant=False, context_fn=_contexts_of_checkpoint)
         else:
             outputs = compute()
         components = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -202,7 +202,7 @@ class TypedGraph:
         kinds = {code: kind for (kind, _, _), code in graph._signatures.items()}
         graph._arrays = {
             code: [
-                (tensor, None if len(chosen) == len(tensor) else torch.tensor(chosen))
+                (tensor, None if len(chosen) == len(tensor) else torch.tensor(chosen, device="cpu"))
                 for tensor in columns_of.get(kinds[code], ())
             ]
             for code, chosen in places.items()
@@ -304,7 +304,7 @@ def _stack(values: Sequence[Any]) -> Tensor:
         return torch.stack(list(values))
     if isinstance(values[0], np.ndarray):
         return torch.from_numpy(np.stack(values))
-    return torch.tensor(values)
+    return torch.tensor(values, device="cpu")
 
 
 def _read_columns(

@@ -163,7 +163,9 @@ def _draw_batch(text: torch.Tensor, config: DemoConfig) -> dict[str, torch.Tenso
     """Draw a batch of random passages, int64 of shape (batch_size, sequence_length)."""
     import torch
 
-    starts = torch.randint(len(text) - config.sequence_length, (config.batch_size,)).tolist()
+    starts = torch.randint(
+        len(text) - config.sequence_length, (config.batch_size,), device="cpu"
+    ).tolist()
     passages = [text[start : start + config.sequence_length] for start in starts]
     batch = torch.stack(passages).long()
     return {"input_ids": batch, "labels": batch}

@@ -78,7 +78,7 @@ class CudaDevice(Device):
     def reserve_workspace(self, num_bytes: int) -> None:
         """Let the pool hold the workspace; cuBLAS' own is allocated outside of it before."""
         with torch.cuda.stream(self._stream):
-            square = torch.ones(8, 8, device=self.device)
+            square = torch.ones(8, 8, dtype=torch.float32, device=self.device)
             torch.mm(square, square)  # cuBLAS asks for its own workspace once a stream
             del square
         with self.enter_step():
@@ -262,7 +262,8 @@ class _PinnedBuffers:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._memory = [
-            torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
+            for _ in range(2)
         ]
 
     def buffer_of(self, number: int) -> torch.Tensor:

@@ -249,7 +249,7 @@ class StateBinding:
         if num_bytes := self._graph.storages[storage].num_bytes:
             return self._memory.bytes_of(self.places[storage][0], num_bytes)
         unplanned = self._memory.view_unplanned(view)
-        return torch.empty(0, dtype=torch.uint8).set_(unplanned.untyped_storage())
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(unplanned.untyped_storage())
 
     def _view_home(self, view: TensorView) -> torch.Tensor:
         if not self._graph.num_bytes(view.value):

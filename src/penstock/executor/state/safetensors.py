@@ -49,7 +49,7 @@ class SafetensorsFile:
         """
         _, extent = self._extents[name]
         is_direct = tensor.device.type == "cpu" and tensor.is_contiguous()
-        place = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+        place = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         with open(self.path, "rb", buffering=0) as file:
             file.seek(extent.offset)
             for piece in _split(place.data_ptr(), extent.num_bytes):

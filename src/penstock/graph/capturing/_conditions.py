@@ -190,7 +190,7 @@ def _record_read(
     draft = recorder.new_draft(GET_RNG_STATE, "get_rng_state")
     draft.args = tuple(generator)
     with recorder.pause():
-        state = torch.empty(num_bytes, dtype=torch.uint8)
+        state = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     storages = recorder.storages
     draft.creates = [storages.add(draft.name, 0, Kind.SCALAR, state.untyped_storage())]
     draft.outputs = (storages.view(state),)

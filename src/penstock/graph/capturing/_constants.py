@@ -65,7 +65,9 @@ class ConstantValues:
             results = flat_results(self._call(draft))
             for view, tensor in zip(draft.outputs, results, strict=True):
                 if view is not None and view.value in draft.creates:
-                    made = torch.empty_strided(view.shape, view.stride, dtype=tensor.dtype)
+                    made = torch.empty_strided(
+                        view.shape, view.stride, dtype=tensor.dtype, device="cpu"
+                    )
                     self.memory[view.value] = made.copy_(tensor).untyped_storage()
 
     def _call(self, draft: Draft) -> Any:

@@ -56,7 +56,7 @@ def correct_results(
             first = _correct_layout(func._opname, args, first)
         return (first, *others) if isinstance(result, tuple) else first
     if func._opname in _EFFICIENT_ATTENTION:
-        seed, offset = (torch.empty((), dtype=each.dtype) for each in result[2:4])
+        seed, offset = (torch.empty((), dtype=each.dtype, device="cpu") for each in result[2:4])
         return (*result[:2], seed, offset, *result[4:])
     if func._opname in ("max_unpool2d", "max_unpool3d"):
         return result.contiguous(memory_format=suggest_memory_format(args[0]))
@@ -65,7 +65,7 @@ def correct_results(
     if func is aten.mkldnn_rnn_layer.default:
         shapes = tuple(tuple(tensor.shape) for tensor in args[:7])
         num_bytes = _rnn_workspace_bytes(shapes, args[0].dtype, tuple(args[9:]))
-        return (*result[:3], torch.empty(num_bytes, dtype=torch.uint8))
+        return (*result[:3], torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
     if func.namespace == "aten" and not func._schema.is_mutable:
         return _correct_layouts_by_trial(func, args, kwargs, result)
     return result
@@ -136,7 +136,7 @@ def _correct_layouts_by_trial(
 def _make_small(tensor: torch.Tensor) -> torch.Tensor:
     """Return a real tensor of at most two elements a dimension, with dimensions in this order."""
     shape = tuple(min(size, 2) for size in tensor.shape)
-    made = torch.zeros(shape, dtype=tensor.dtype)
+    made = torch.zeros(shape, dtype=tensor.dtype, device="cpu")
     return made.as_strided(shape, _dense_strides(shape, tensor.stride()))
 
 
@@ -196,6 +196,6 @@ def _rnn_workspace_bytes(
     The fake kernel says none. Gradient mode is on, as otherwise it keeps nothing.
     """
     with no_dispatch(), below_autograd(), torch.enable_grad():
-        zeros = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        zeros = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
         results = aten.mkldnn_rnn_layer.default(*zeros, False, [], *options)
     return 0 if results[3] is None else results[3].numel()

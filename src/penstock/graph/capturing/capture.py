@@ -115,6 +115,11 @@ def capture(
 
 def capture_program(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepGraph:
     """Record a step as `capture` does, of which `program` has the arguments."""
+    if torch.is_inference_mode_enabled():
+        raise CaptureError(
+            "a step is captured in torch.inference_mode(), in which nothing has gradients: leave "
+            "it around the capture, or enter torch.inference_mode(False)"
+        )
     check_model(program.model)
     check_optimizer(optimizer)
     check_accumulation(program.batch, program.accumulate)
@@ -257,6 +262,7 @@ class _Tracer:
 
     def run(self, recorder: Recorder) -> tuple[torch.Tensor, FsdpCapture]:
         """Call the program; return its loss, and the capture of its shards."""
+        torch.clear_autocast_cache()  # casts of parameters belong to each call
         fsdp = FsdpCapture(self._sharded, self.fakes, recorder)
         return self._fake_program.run(recorder, self._root, fsdp), fsdp
 

@@ -160,7 +160,7 @@ def _make_operand(
     dtype = dtype_from_name(view.dtype)
     num_elements = max(view.end, graph.num_bytes(view.value) // dtype.itemsize)
     if dtype.is_floating_point:
-        return torch.rand(num_elements, device=device).to(dtype)
+        return torch.rand(num_elements, dtype=torch.float32, device=device).to(dtype)
     return torch.full((num_elements,), integer, dtype=dtype, device=device)
 
 

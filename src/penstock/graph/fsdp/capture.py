@@ -280,7 +280,7 @@ class FsdpCapture:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         power = float(norm_type)
         if not tensors:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, device=torch.get_default_device())  # as torch does
         names = {
             id(gradient): group.group_name
             for group in self._model.groups

@@ -97,7 +97,7 @@ def _attend(
 ) -> Tensor:
     bias = None
     if ranges.shown is not None:
-        zeros = torch.zeros(ranges.shown.shape, device=query.device)
+        zeros = torch.zeros(ranges.shown.shape, dtype=torch.float32, device=query.device)
         bias = zeros.masked_fill(~ranges.shown, -torch.inf)[:, None]
     if len(ranges.first_key) == 1:
         return blocksparse(query, key, value, ranges.layout, bias=bias, scale=scaling)

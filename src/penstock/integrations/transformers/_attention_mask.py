@@ -126,7 +126,9 @@ class KeyRanges:
                 return Layout.causal(num_queries).to(device)
             if bool((self.end_key == self.num_keys).all()):
                 num_blocks = -(-num_queries // 64)
-                return Layout.from_blocks(torch.ones(num_blocks, num_blocks).bool()).to(device)
+                return Layout.from_blocks(
+                    torch.ones(num_blocks, num_blocks, dtype=torch.bool, device="cpu")
+                ).to(device)
         start = self.num_keys * torch.arange(num_rows, device=device)[:, None]
         first_key, end_key = ((start + each).flatten() for each in (self.first_key, self.end_key))
         return Layout.from_ranges(first_key, end_key, num_keys=num_rows * self.num_keys)

@@ -65,7 +65,9 @@ class TrainerLoss(nn.Module):
         # Their numbers are compared, without those of the whole trainer.
         self.functions = type(trainer).compute_loss, getattr(trainer, "compute_loss_func", None)
         self._is_scaled = is_scaled
-        self.register_buffer("grad_norm", torch.zeros((), device=trainer.args.device))
+        self.register_buffer(
+            "grad_norm", torch.zeros((), dtype=torch.float32, device=trainer.args.device)
+        )
 
     def forward(self, **inputs: Any) -> torch.Tensor:
         """Return the loss of a batch that `make_batch` has made."""
@@ -82,11 +84,17 @@ class TrainerLoss(nn.Module):
         self, update: Update, num_items: torch.Tensor | int | None
     ) -> Batch | list[Batch]:
         """Return the argument of a planned step: the batch, or the micro-batches of an update."""
-        extra = {} if num_items is None else {_NUM_ITEMS: torch.as_tensor(num_items)}
+        extra = (
+            {}
+            if num_items is None
+            else {
+                _NUM_ITEMS: torch.as_tensor(num_items, device=getattr(num_items, "device", "cpu"))
+            }
+        )
         if self.reads.trainer.args.gradient_accumulation_steps == 1:
             return {**update[0], **extra}
         if self._is_scaled:
-            extra[_FACTOR] = torch.tensor(float(len(update)))
+            extra[_FACTOR] = torch.tensor(float(len(update)), dtype=torch.float32, device="cpu")
         return [{**each, **extra} for each in update]
 
     def clip(self) -> None:

@@ -198,7 +198,7 @@ class PlannedTraining:
             trainer.optimizer.train()
         self._micro_batches.append(dict(trainer._prepare_inputs(inputs)))
         if len(self._micro_batches) < num_micro_batches:
-            return torch.zeros((), device=trainer.args.device)
+            return torch.zeros((), dtype=torch.float32, device=trainer.args.device)
         update, self._micro_batches = self._micro_batches, []
         if self._shapes is None:
             self._start(model, update, num_items_in_batch)

@@ -100,7 +100,7 @@ def _reduce_packed(
     rows = rows.contiguous()
     batch, heads, num_rows, num_channels = rows.shape
     num_blocks, num_tokens = packed.shape[2], packed.shape[4]
-    best = torch.empty(batch, heads, num_rows, num_blocks)
+    best = torch.empty(batch, heads, num_rows, num_blocks, dtype=torch.float32, device="cpu")
     sums = torch.empty_like(best if with_sums else best[:0])
     library.penstock_best_products(
         _pack_call(

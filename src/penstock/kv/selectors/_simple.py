@@ -85,7 +85,7 @@ class Accumulated(BudgetSelector):
     def observe(self, layer: int, first_block: int, keys: Tensor) -> None:
         """Begin the sums of new blocks at 0; arguments as of `BudgetSelector.observe`."""
         super().observe(layer, first_block, keys)
-        zeros = torch.zeros(keys.shape[:3], device=keys.device)
+        zeros = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         self._sums.append(layer, first_block, [zeros])
 
     def note(self, layer: int, blocks: Tensor, weights: Tensor) -> None:

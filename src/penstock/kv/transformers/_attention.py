@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.kv._attend import attend_pool
 from penstock.kv._partial import ScoreRule, attend
 from penstock.kv._visibility import Visibility
-from penstock.kv.transformers._layer import KeysPlaceholder
+from penstock.kv.transformers._layer import KeysPlaceholder, autocast_dtype
 from penstock.kv.transformers._mask import RangeMask
 
 # Arguments of a model's call that do not change its attention, or are in its mask already.
@@ -67,6 +67,27 @@ def attend_interface(
     Raises:
         PenstockError: An argument that is not supported.
     """
+    if torch.is_autocast_enabled(query.device.type):  # as that does to attention of torch
+        dtype = autocast_dtype(query)
+        if isinstance(key, KeysPlaceholder):
+            query = query.to(key.dtype)
+        else:
+            query, key, value = (each.to(autocast_dtype(each)) for each in (query, key, value))
+        with torch.autocast(query.device.type, enabled=False):
+            out, weights = attend_interface(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout,
+                scaling,
+                softcap,
+                position_bias,
+                s_aux,
+                **kwargs,
+            )
+        return out.to(dtype), weights
     for name, given in kwargs.items():
         if name not in _WITHOUT_EFFECT and given is not None and given is not False:
             raise PenstockError(

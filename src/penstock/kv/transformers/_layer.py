@@ -62,6 +62,13 @@ class KeysPlaceholder(torch.Tensor):
         )
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype that autocast, which is on, computes attention of a tensor in."""
+    if tensor.dtype == torch.float64:
+        return tensor.dtype
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
 class PooledLayer(CacheLayerMixin):
     """Keys and values of one layer of a model, in a pool.
 
@@ -146,6 +153,7 @@ class PooledLayer(CacheLayerMixin):
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             self.refuse_gradients()
         self.flush()
+        key_states, value_states = self._cast(key_states, value_states)
         num_tokens = key_states.shape[2]
         if self.siblings:
             self.check_whole(num_tokens)
@@ -160,6 +168,24 @@ class PooledLayer(CacheLayerMixin):
         if num_tokens <= FEW_TOKENS:
             self._flush(start)  # attention is to come, and its first query sees so far back
         return shown
+
+    def _cast(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new keys and values in the dtype of those before, or of autocast."""
+        held = self.pool.layout(self.index).dtype if self.pool.batch_size(self.index) else None
+        if torch.is_autocast_enabled(keys.device.type):
+            if self._inputs is not None:
+                raise PenstockError(
+                    f"{self.name}: with keep_inputs=True keys are computed again later, in which "
+                    "autocast would be off; use keep_inputs=False, or leave torch.autocast"
+                )
+            dtype = held or autocast_dtype(keys)
+            return keys.to(dtype), values.to(dtype)
+        if held not in (None, keys.dtype):
+            raise ValueError(
+                f"{self.name} holds keys of {held}, and is given keys of {keys.dtype}; go on in "
+                "the torch.autocast that it was begun in, or reset() it"
+            )
+        return keys, values
 
     def refuse_gradients(self) -> NoReturn:
         """Raise `PenstockError`: the cache has no backward pass."""

@@ -76,7 +76,7 @@ class Trial:
         long = min(self.most_tokens, self.sizes.most - 2 * BLOCK_ROWS)
 
         def make(length: int) -> TokenSample:
-            tokens = torch.randint(vocabulary, (length,), generator=generator)
+            tokens = torch.randint(vocabulary, (length,), generator=generator, device="cpu")
             targets = torch.full_like(tokens, IGNORED)
             targets[:-1] = tokens[1:]
             return TokenSample(tokens, targets)
@@ -182,7 +182,10 @@ def _fill(adapters: Mapping[str, Adapter]) -> Iterator[None]:
     generator = torch.Generator().manual_seed(2)
     try:
         for each in adapters.values():
-            noise = torch.randn(each.up.shape, generator=generator) * 0.02
+            noise = (
+                torch.randn(each.up.shape, generator=generator, dtype=torch.float32, device="cpu")
+                * 0.02
+            )
             each.up.data.copy_(noise)
         yield
     finally:

@@ -78,7 +78,7 @@ class SampleOrder:
         epoch, position = divmod(number, len(self))
         if self._epoch[0] != epoch:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
-            order = torch.randperm(len(self), generator=generator)
+            order = torch.randperm(len(self), generator=generator, device="cpu")
             self._epoch = (epoch, order.tolist())
         index = self._epoch[1][position]
         sample = self._read_at(index)
@@ -153,7 +153,10 @@ class SampleOrder:
         if "input_ids" not in sample:
             raise ValueError(f"{place} has no input_ids")
         mask = sample.get("attention_mask")
-        if mask is not None and not torch.as_tensor(mask).bool().all():
+        if (
+            mask is not None
+            and not torch.as_tensor(mask, device=getattr(mask, "device", "cpu")).bool().all()
+        ):
             raise ValueError(f"{place} has padding (zeros in attention_mask): leave it out")
         tokens = _to_integers(sample["input_ids"], f"{place}: input_ids")
         labels = sample.get("labels")
@@ -177,7 +180,7 @@ def _hash(sample: TokenSample) -> bytes:
 
 def _to_integers(numbers: Any, place: str) -> Tensor:
     try:
-        found = torch.as_tensor(numbers)
+        found = torch.as_tensor(numbers, device=getattr(numbers, "device", "cpu"))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{place} is no list of integers: {error}") from error
     if found.dim() != 1 or found.dtype.is_floating_point or found.dtype == torch.bool:

@@ -91,6 +91,8 @@ class Jobs:
             another `Jobs` has it, or a number is below 1.
     """
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def __init__(
         self,
         base_model: PreTrainedModel,
@@ -128,6 +130,8 @@ class Jobs:
         self._own_checkpoints: set[Path] = set()
         claim_base(base_model, self)
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def add(
         self,
         name: str,
@@ -227,6 +231,8 @@ class Jobs:
         """
         return self._host.peft
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def step(self, num_steps: int = 1) -> dict[str, JobReport]:
         """Make the next updates of every running job.
 
@@ -367,6 +373,8 @@ class Jobs:
         """
         _checkpoint.write_adapter(self._host.peft, self._find(name), Path(path))
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def restore(self, path: str | Path) -> None:
         """Put the jobs where they were when they were saved; training goes on with the same bits.
 

@@ -71,7 +71,9 @@ def check_loss(job: str, loss: Loss, targets: Tensor, vocab_size: int, like: Ten
             f"targets: {remedy}"
         )
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(len(targets), vocab_size, generator=generator).to(like)
+    logits = torch.randn(
+        len(targets), vocab_size, generator=generator, dtype=torch.float32, device="cpu"
+    ).to(like)
     found = []
     for times in (1, 2):
         try:

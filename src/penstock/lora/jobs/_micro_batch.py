@@ -82,7 +82,7 @@ class MicroBatch:
         self.chunks, self.num_rows = chunks, num_rows
         self.starts: list[int] = []
         self.runs: list[tuple[int, bool]] = []
-        tokens = torch.zeros(1, num_rows, dtype=torch.int64)
+        tokens = torch.zeros(1, num_rows, dtype=torch.int64, device="cpu")
         positions = torch.zeros_like(tokens)
         row = 0
         for chunk in chunks:
@@ -90,7 +90,7 @@ class MicroBatch:
             for sample in chunk.samples:
                 end = row + sample.num_tokens
                 tokens[0, row:end] = sample.tokens
-                positions[0, row:end] = torch.arange(sample.num_tokens)
+                positions[0, row:end] = torch.arange(sample.num_tokens, device="cpu")
                 self.runs.append((sample.num_tokens, True))
                 row = end
             row = self._fill_to(row, self.starts[-1] + chunk.num_rows)
@@ -118,7 +118,7 @@ class MicroBatch:
             layers[name] = LayerUse(
                 adapters=[self.chunks[i].adapters[name] for i in has],
                 rows=grouped[has],
-                seeds=torch.tensor([self.chunks[i].seeds[name] for i in has]),
+                seeds=torch.tensor([self.chunks[i].seeds[name] for i in has], device="cpu"),
             )
         return layers
 

@@ -95,7 +95,7 @@ class LayerAdapters:
             )
         ]
         table.append(AdapterRecord(0, 0, 0, 0, 0, 0, 0, 0))
-        return torch.tensor(table, dtype=torch.int64).to(device)
+        return torch.tensor(table, dtype=torch.int64, device="cpu").to(device)
 
 
 def find_key(seed: int) -> int:

@@ -247,5 +247,5 @@ def _copy_together(
         [number for entry in table for number in (entry if isinstance(entry, tuple) else (entry,))]
         for table in tables
     ]
-    numbers = torch.tensor(list(itertools.chain(*flat)), dtype=torch.int64).to(device)
+    numbers = torch.tensor(list(itertools.chain(*flat)), dtype=torch.int64, device="cpu").to(device)
     return numbers.split([len(table) for table in flat])

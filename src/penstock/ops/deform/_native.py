@@ -54,10 +54,10 @@ def backward(
     # The parts follow from the shapes alone, and so do the bits.
     parts = max(1, min(len(x), _LEAST_TASKS // -(-x.shape[1] // _BLOCK_CHANNELS)))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    doffset = torch.zeros(offset.shape, dtype=dtype)
-    dmask = None if mask is None else torch.zeros(mask.shape, dtype=dtype)
-    dweight = torch.zeros((parts, *weight.shape), dtype=dtype)
-    dbias = None if bias is None else torch.zeros((parts, *bias.shape), dtype=dtype)
+    doffset = torch.zeros(offset.shape, dtype=dtype, device="cpu")
+    dmask = None if mask is None else torch.zeros(mask.shape, dtype=dtype, device="cpu")
+    dweight = torch.zeros((parts, *weight.shape), dtype=dtype, device="cpu")
+    dbias = None if bias is None else torch.zeros((parts, *bias.shape), dtype=dtype, device="cpu")
     call = _DeformCall.of(x, offset, weight, bias, mask, dout.contiguous(), geometry)
     _run(
         dataclasses.replace(

@@ -41,7 +41,7 @@ def fit(
             f"activation is {activation!r}, but must be a function of a tensor: pass "
             "torch.nn.functional.gelu, for example"
         )
-    points = torch.linspace(*interval, _NUM_POINTS, dtype=torch.float64)
+    points = torch.linspace(*interval, _NUM_POINTS, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         values = activation(points).double()
     if values.shape != points.shape or not bool(values.isfinite().all()):
@@ -49,8 +49,8 @@ def fit(
             f"activation is not finite, elementwise, between {interval[0]} and {interval[1]}: pass "
             "another interval or another activation"
         )
-    powers = points[:, None] ** torch.arange(numerator_degree + 1)
-    roots = points.abs()[:, None] ** torch.arange(1, denominator_degree + 1)
+    powers = points[:, None] ** torch.arange(numerator_degree + 1, device="cpu")
+    roots = points.abs()[:, None] ** torch.arange(1, denominator_degree + 1, device="cpu")
     before, candidates = torch.ones_like(points), []
     for _ in range(_NUM_LINEAR):
         columns = torch.cat([powers, -values[:, None] * roots], 1) / before[:, None]
@@ -64,9 +64,9 @@ def fit(
 
 def _solve(columns: Tensor, values: Tensor, num_free: int) -> Tensor:
     """Return the least squares solution; those after `num_free` that would be negative are 0."""
-    kept = torch.ones(columns.shape[1], dtype=torch.bool)
+    kept = torch.ones(columns.shape[1], dtype=torch.bool, device="cpu")
     while True:
-        found = torch.zeros(columns.shape[1], dtype=torch.float64)
+        found = torch.zeros(columns.shape[1], dtype=torch.float64, device="cpu")
         found[kept] = torch.linalg.lstsq(columns[:, kept], values[:, None]).solution[:, 0]
         negative = found < 0
         negative[:num_free] = False

@@ -39,7 +39,7 @@ def backward(
     x = x.contiguous()
     dx = torch.empty_like(x)
     num_powers, num_roots = numerator.shape[1], denominator.shape[1]
-    sums = torch.empty(len(numerator), num_powers + num_roots, dtype=torch.float64)
+    sums = torch.empty(len(numerator), num_powers + num_roots, dtype=torch.float64, device="cpu")
     _call(x, numerator, denominator, dx, dy=dy.contiguous(), sums=sums)
     of_numerator, of_denominator = sums.to(numerator.dtype).split([num_powers, num_roots], 1)
     return dx, of_numerator.clone(), of_denominator.clone()  # results of operators are no views
@@ -60,7 +60,9 @@ def _call(
     tile_rows = choose_tile_rows(num_rows, _TILE_ELEMENTS // max(1, width))
     partials = None
     if sums is not None:
-        partials = torch.empty(-(-num_rows // tile_rows), *sums.shape, dtype=torch.float64)
+        partials = torch.empty(
+            -(-num_rows // tile_rows), *sums.shape, dtype=torch.float64, device="cpu"
+        )
     operands = (x, dy, out, numerator, denominator, partials, sums)
     arguments = _pack(
         *(0 if each is None else each.data_ptr() for each in operands),

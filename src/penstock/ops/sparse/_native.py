@@ -112,7 +112,7 @@ def multiply(
     """Return the values of the product, as `_torch.multiply` does."""
     library = _library()
     assert library is not None, "there is a path without the library"
-    values = torch.empty(len(result.columns), dtype=left_values.dtype)
+    values = torch.empty(len(result.columns), dtype=left_values.dtype, device="cpu")
     call = _Product.of(
         *(left, right, left_values.contiguous(), right_values.contiguous()),
         result=result,

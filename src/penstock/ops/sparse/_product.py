@@ -128,11 +128,16 @@ def _build(result: Rows, values: Tensor, layout: torch.layout) -> Tensor:
     shape = (result.num_rows, result.num_columns)
     if layout == torch.sparse_csr:
         return torch.sparse_csr_tensor(
-            result.offsets, result.columns, values, shape, check_invariants=False
+            result.offsets,
+            result.columns,
+            values,
+            shape,
+            check_invariants=False,
+            device=values.device,
         )
     indices = torch.stack([rows_of(result), result.columns.long()])
     return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=True, check_invariants=False
+        indices, values, shape, is_coalesced=True, check_invariants=False, device=values.device
     )
 
 

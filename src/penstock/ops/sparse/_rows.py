@@ -8,6 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
+from penstock.compat.autograd import outlive_inference
+
 MOST_INDEX = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 
 
@@ -28,6 +30,12 @@ class Rows:
     num_rows: int
     num_columns: int
     place: Tensor | None = None
+
+    def outlive_inference(self) -> Rows:
+        """Return it with tensors that a backward pass can save."""
+        place = None if self.place is None else outlive_inference(self.place)
+        offsets, columns = outlive_inference(self.offsets), outlive_inference(self.columns)
+        return dataclasses.replace(self, offsets=offsets, columns=columns, place=place)
 
     def to(self, dtype: torch.dtype) -> Rows:
         """Return it with indices of a dtype."""

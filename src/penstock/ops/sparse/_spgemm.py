@@ -206,6 +206,7 @@ def _find(call: ProductOperands) -> ProductPattern:
     left, right = call.left, call.right
     offsets, columns = spgemm_pattern(call.tensors, right.num_columns, call.max_bytes)
     result = Rows(offsets.to(columns.dtype), columns, left.num_rows, right.num_columns)
+    left, right, result = (rows.outlive_inference() for rows in (left, right, result))
     return ProductPattern(left, right, result, call.mask is not None, call.max_bytes)
 
 

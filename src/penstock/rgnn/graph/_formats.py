@@ -72,7 +72,9 @@ def read_pyg(data: Any) -> dict[str, Any]:
         "edge_type": relations,
         "num_nodes": sum(sizes.values()),
         "num_relations": len(edge_types),
-        "node_type": torch.repeat_interleave(torch.tensor([*sizes.values()], dtype=torch.int64)),
+        "node_type": torch.repeat_interleave(
+            torch.tensor([*sizes.values()], dtype=torch.int64, device="cpu")
+        ),
         "num_node_types": len(node_types),
         "names": GraphNames(
             node_types=tuple(node_types),
@@ -254,5 +256,5 @@ def _number_names(triples: Iterator[list[str]]) -> tuple[torch.Tensor, GraphName
         )
         for head, relation, tail in triples
     ]
-    ids = torch.tensor(np.array(rows, dtype=np.int64).reshape(-1, 3))
+    ids = torch.tensor(np.array(rows, dtype=np.int64).reshape(-1, 3), device="cpu")
     return ids, dataclasses.replace(GraphNames(), nodes=tuple(nodes), relations=tuple(relations))

@@ -243,8 +243,8 @@ class HGTConv(nn.Module):
 @build_once
 def _has_sources_of_types(graph: Graph, sizes: tuple[int, ...], sources: tuple[int, ...]) -> bool:
     """Return whether the edges of each relation begin in its source; nodes are type by type."""
-    end = torch.tensor(sizes).cumsum(0)
-    first, last = ((end - torch.tensor(sizes))[[*sources]], end[[*sources]])
+    end = torch.tensor(sizes, device="cpu").cumsum(0)
+    first, last = ((end - torch.tensor(sizes, device="cpu"))[[*sources]], end[[*sources]])
     source, relation = (graph.index(m).cpu().long() for m in (SRC_PAIR_SRC, SRC_PAIR_TYPE))
     return bool(((first[relation] <= source) & (source < last[relation])).all())
 

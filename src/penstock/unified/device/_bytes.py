@@ -46,7 +46,7 @@ def copied_bytes(
     width = row_bytes(source)
     if not num_places or not width:
         return ByteCount(loaded_bytes=0, stored_bytes=0, num_launches=0)
-    places = torch.arange(num_places)
+    places = torch.arange(num_places, device="cpu")
     read = places if source_index is None else source_index.long().cpu()
     written = places if target_index is None else target_index.long().cpu()
     if negative:

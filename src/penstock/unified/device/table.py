@@ -323,7 +323,7 @@ class IndexCheck:
         """Start to copy the result to the host, behind everything on `stream`."""
         if self._first_wrong is not None:
             pinned = self._first_wrong.device.type == GPU
-            here = torch.empty((), dtype=torch.int64, pin_memory=pinned)
+            here = torch.empty((), dtype=torch.int64, pin_memory=pinned, device="cpu")
             self._first_wrong = here.copy_(self._first_wrong, non_blocking=True)
         self._event = stream.record_event()
 
@@ -401,7 +401,9 @@ class Staging:
         """
         row_bytes = out.numel() // max(1, len(out)) * out.element_size()
         if not row_bytes:
-            read(index, torch.empty(out.shape, dtype=out.dtype))  # for its check of `index`
+            read(
+                index, torch.empty(out.shape, dtype=out.dtype, device="cpu")
+            )  # for its check of `index`
             return
         with self._lock:
             num_rows = max(1, self._buffer_bytes // row_bytes)
@@ -431,11 +433,14 @@ class Staging:
         pinned = self._device.type == GPU
         try:
             self._buffers = [
-                torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+                torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+                for _ in range(2)
             ]
         except RuntimeError as error:
             logger.info("buffers for copies to %s are not pinned: %s", self._device, error)
-            self._buffers = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
+            self._buffers = [
+                torch.empty(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(2)
+            ]
 
 
 @functools.cache

@@ -133,7 +133,9 @@ class RowReader:
         block = max(1, _BLOCK_BYTES // layout.row_bytes)
         for start in range(0, layout.num_rows, block):
             part = rows[start : start + block]
-            self.read_rows(torch.arange(start, start + len(part)), part, in_order=True)
+            self.read_rows(
+                torch.arange(start, start + len(part), device="cpu"), part, in_order=True
+            )
         return rows
 
     def _read_pages(self, content: torch.Tensor, begin: int) -> None:

@@ -248,7 +248,7 @@ def _new_native(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[
 
 def _new_npy(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[RowLayout, bytes]:
     try:
-        description = torch.empty(0, dtype=dtype).numpy().dtype.str
+        description = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype.str
     except TypeError as error:
         problem = f"path={path!r}: NumPy's format has no {dtype}; leave out the .npy"
         raise ValueError(problem) from error

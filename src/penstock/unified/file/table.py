@@ -87,7 +87,7 @@ class FileTable(Table):
         index, source = index.cpu(), source.cpu()
         index = resolve_index(as_index(index).long(), self.layout.num_rows, negative)
         rows, place = torch.unique(index, return_inverse=True)
-        content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype)
+        content = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype, device="cpu")
         with change_lock():
             if alpha is None:
                 write_rows(content, place, source)
@@ -212,8 +212,8 @@ def write_file(
     file = open_file(layout.path, os.O_RDWR)
     try:
         for start in range(0, layout.num_rows, num_rows):
-            index = torch.arange(start, min(start + num_rows, layout.num_rows))
-            rows = torch.empty((len(index), *shape[1:]), dtype=dtype)
+            index = torch.arange(start, min(start + num_rows, layout.num_rows), device="cpu")
+            rows = torch.empty((len(index), *shape[1:]), dtype=dtype, device="cpu")
             read_rows(index, rows)
             if rows.numel():
                 content = rows.view(len(index), -1).view(torch.uint8).numpy()

@@ -162,8 +162,8 @@ def write_rows(
     if library is None:
         index = resolve_index(index, table.shape[0], negative)
         # torch leaves the order of duplicates open; keep the last of each.
-        last = torch.full((table.shape[0],), -1, dtype=torch.int64)
-        last.scatter_reduce_(0, index, torch.arange(len(index)), "amax")
+        last = torch.full((table.shape[0],), -1, dtype=torch.int64, device="cpu")
+        last.scatter_reduce_(0, index, torch.arange(len(index), device="cpu"), "amax")
         rows = (last >= 0).nonzero().flatten()
         bits = _BITS.get(table.element_size(), table.dtype)  # torch does not copy every dtype
         table.view(bits).index_copy_(0, rows, source.view(bits).index_select(0, last[rows]))

@@ -160,7 +160,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
             if count is not None and counted is not None:
                 counted[0] = number
                 _record_witnesses(counted, groups.rows, before, content[0])
-                parts.append((count._table, torch.arange(len(count)), counted))
+                parts.append((count._table, torch.arange(len(count), device="cpu"), counted))
             write_tables(parts)
         for each in tables:
             torch.autograd.graph.increment_version(each)
@@ -199,7 +199,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
                 state[name] = empty(table.shape, dtype, device=_CPU)
                 if first:
                     state[name].cpu().fill_(first)
-        state.setdefault(_STEP, torch.tensor(0.0))
+        state.setdefault(_STEP, torch.tensor(0.0, dtype=torch.float32, device="cpu"))
 
 
 def _witness_stride(rows: torch.Tensor) -> int:
@@ -219,7 +219,9 @@ def _record_witnesses(
     ]
     if found:
         counted[1:] = 0
-        counted[1 : 1 + 2 * len(found)] = torch.tensor(found, dtype=counted.dtype).flatten()
+        counted[1 : 1 + 2 * len(found)] = torch.tensor(
+            found, dtype=counted.dtype, device="cpu"
+        ).flatten()
 
 
 def _check_witnesses(
@@ -235,7 +237,7 @@ def _check_witnesses(
         if not pairs:
             return
         if max(rows) < len(table):
-            content = _read_rows(table, torch.tensor(rows))
+            content = _read_rows(table, torch.tensor(rows, device="cpu"))
             if any(
                 zlib.crc32(_to_bytes(row)) + 1 == sum_
                 for row, (_, sum_) in zip(content, pairs, strict=True)
@@ -273,14 +275,14 @@ def _read_gradient(table: UnifiedTensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _read_rows(table: UnifiedTensor, rows: torch.Tensor) -> torch.Tensor:
-    out = torch.empty((len(rows), *table.shape[1:]), dtype=table.dtype)
+    out = torch.empty((len(rows), *table.shape[1:]), dtype=table.dtype, device="cpu")
     table._table.read_rows(rows, out, negative=False)
     return out
 
 
 def _read_all(count: UnifiedTensor) -> torch.Tensor:
     """Return a step count in a file, with its witnesses."""
-    return _read_rows(count, torch.arange(len(count)))
+    return _read_rows(count, torch.arange(len(count), device="cpu"))
 
 
 def _check_state(table: UnifiedTensor, name: str, state: torch.Tensor) -> torch.Tensor:

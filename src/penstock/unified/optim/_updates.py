@@ -74,11 +74,11 @@ def group_rows(index: torch.Tensor, num_rows: int) -> RowGroups:
     if library is None or bits > 64:  # C++ sorts a row and a position as one number
         values, order = resolve_index(index, num_rows, negative=False).sort(stable=True)
         rows, counts = values.unique_consecutive(return_counts=True)
-        starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        starts = torch.zeros(len(rows) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(counts, 0, out=starts[1:])
         return RowGroups(rows, starts, order)
     rows, order = torch.empty_like(index), torch.empty_like(index)
-    starts = torch.empty(len(index) + 1, dtype=torch.int64)
+    starts = torch.empty(len(index) + 1, dtype=torch.int64, device="cpu")
     count = library.penstock_group_rows(
         *(index.data_ptr(), len(index), num_rows),
         *(rows.data_ptr(), starts.data_ptr(), order.data_ptr()),
@@ -166,7 +166,7 @@ def _update_in_torch(
     gathered: bool,
 ) -> None:
     wide = state_dtype(gradients.dtype)
-    first, later = groups.starts[:-1], torch.ones(len(groups.order), dtype=torch.bool)
+    first, later = groups.starts[:-1], torch.ones(len(groups.order), dtype=torch.bool, device="cpu")
     later[first] = False
     sums = gradients[groups.order[first]].to(wide)
     of_position = torch.repeat_interleave(groups.starts.diff())
@@ -232,7 +232,7 @@ class RowStep(abc.ABC):
 
     def _steps_before(self) -> list[Tensor]:
         """Return the counts that torch's functions increase."""
-        return [torch.tensor(float(self.count - 1), dtype=torch.float64)]
+        return [torch.tensor(float(self.count - 1), dtype=torch.float64, device="cpu")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

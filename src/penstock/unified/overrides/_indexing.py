@@ -62,7 +62,7 @@ def _setitem(func: Operation, table: Any, key: Any, value: Any) -> None:
 
 def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: Any) -> None:
     """Write `table[rows, *rest] = value`; rows that keep a part are read first."""
-    value = torch.as_tensor(value, dtype=table.dtype)
+    value = torch.as_tensor(value, dtype=table.dtype, device=getattr(value, "device", "cpu"))
     if not is_plain_write(table, value):
         raise RuntimeError(
             "u[...] = value records no gradient, but the table or the value requires one: write "
@@ -73,7 +73,7 @@ def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: 
     index, file = _row_numbers(len(table), rows).cpu(), table._table
     assert isinstance(file, FileTable)
     with torch.no_grad(), change_lock():
-        content = torch.empty((*index.shape, *table.shape[1:]), dtype=table.dtype)
+        content = torch.empty((*index.shape, *table.shape[1:]), dtype=table.dtype, device="cpu")
         if rest:
             file.read_rows(index, content, negative=True)
         content[_key_within(rows, rest)] = value
@@ -159,19 +159,19 @@ def _is_number(value: Any) -> bool:
 def _list_to_tensor(values: list[Any] | range) -> torch.Tensor | None:
     """Return row numbers or a mask; None for what PyTorch takes for a tuple, and for a mixture."""
     if all(_is_number(each) for each in values):
-        return torch.tensor(values, dtype=torch.int64)
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
     if all(isinstance(each, bool | np.bool_) for each in values):
-        return torch.tensor(values, dtype=torch.bool)
+        return torch.tensor(values, dtype=torch.bool, device="cpu")
     return None
 
 
 def _row_numbers(num_rows: int, rows: Rows) -> torch.Tensor:
     """Return the rows as a tensor of integers; those of a slice in its order."""
     if isinstance(rows, int):
-        return torch.tensor([rows])
+        return torch.tensor([rows], device="cpu")
     if isinstance(rows, slice):
         chosen = range(*rows.indices(num_rows))
-        return torch.arange(chosen.start, max(chosen.start, chosen.stop), chosen.step)
+        return torch.arange(chosen.start, max(chosen.start, chosen.stop), chosen.step, device="cpu")
     return rows
 
 

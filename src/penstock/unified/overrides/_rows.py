@@ -135,10 +135,10 @@ def _renormalize(
     """Scale rows that are longer than `max_norm` down in place, as PyTorch's embeddings do."""
     with change_lock():
         index = torch.unique(index).long().cpu()
-        rows = torch.empty((len(index), *table.shape[1:]), dtype=table.dtype)
+        rows = torch.empty((len(index), *table.shape[1:]), dtype=table.dtype, device="cpu")
         table._table.read_rows(index, rows, negative=False)
         scaled = rows.clone()
-        torch.embedding_renorm_(scaled, torch.arange(len(index)), max_norm, norm_type)
+        torch.embedding_renorm_(scaled, torch.arange(len(index), device="cpu"), max_norm, norm_type)
         is_changed = (scaled != rows).flatten(1).any(1)
         if is_changed.any():
             write_rows(table, index[is_changed], scaled[is_changed], negative=False)

@@ -38,8 +38,8 @@ def count_sampling(sampling: Sampling, num_found: int) -> ByteCount:
     if sampling.is_by_column:
         num_probes = int((probes[rows] * of_entry).sum())
     else:
-        by_list = torch.zeros(len(lengths), dtype=torch.long).index_add_(
-            *(0, torch.arange(len(lengths)).repeat_interleave(lengths)),
+        by_list = torch.zeros(len(lengths), dtype=torch.long, device="cpu").index_add_(
+            *(0, torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)),
             probes[lists.columns.long()],
         )
         num_probes = int(by_list[rows].sum())
@@ -52,5 +52,7 @@ def count_sampling(sampling: Sampling, num_found: int) -> ByteCount:
 
 def _count_probes(lengths: Tensor) -> Tensor:
     """Return the columns that a search in rows of so many entries loads."""
-    halvings = torch.tensor([max(0, int(n) - 1).bit_length() for n in lengths], dtype=torch.long)
+    halvings = torch.tensor(
+        [max(0, int(n) - 1).bit_length() for n in lengths], dtype=torch.long, device="cpu"
+    )
     return halvings + (lengths > 0)

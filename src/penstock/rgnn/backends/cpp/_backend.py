@@ -149,9 +149,10 @@ class _DirectionFunction:
         for position, entered in enter_arguments(program, invocation).items():
             rows[position] = entered if _has_dense_rows(entered) else entered.contiguous()
         for value, shape in binding.shapes.items():
-            is_kept = value in keep  # what the user sees has memory of its own
-            empty = arrays.buffers.empty if is_kept else torch.empty
-            rows[value] = empty(shape, dtype=self._dtype)
+            if value in keep:
+                rows[value] = arrays.buffers.empty(shape, dtype=self._dtype)
+            else:  # what the user sees has memory of its own
+                rows[value] = torch.empty(shape, dtype=self._dtype, device="cpu")
         arena = arrays.buffers.scratch(binding.arena_bytes)
         numbers = list(binding.numbers)
         numbers[0] = torch.get_num_threads()

@@ -90,7 +90,11 @@ class GraphArrays:
     def chunks(self, grouping: RowMap) -> torch.Tensor:
         """Return the first group of each chunk, about equal in work, and the number of groups."""
         sizes = self.graph.group_sizes(grouping)
-        return _cut_by_work(sizes, _CHUNK_ROWS) if len(sizes) else torch.zeros(1)
+        return (
+            _cut_by_work(sizes, _CHUNK_ROWS)
+            if len(sizes)
+            else torch.zeros(1, dtype=torch.int64, device="cpu")
+        )
 
     @_build_padded
     def ranges(self, grouping: RowMap) -> torch.Tensor:
@@ -115,7 +119,10 @@ class GraphArrays:
         graph, num_nodes = self.graph, self.graph.num_nodes
         relation = graph.index(_RELATION_OF[grouping]).long()
         key = relation * num_nodes + graph.index(grouping)
-        marks = torch.arange(graph.num_relations) * num_nodes + self.ranges(grouping)[:, None]
+        marks = (
+            torch.arange(graph.num_relations, device="cpu") * num_nodes
+            + self.ranges(grouping)[:, None]
+        )
         return torch.searchsorted(key, marks)
 
     @_build_padded
@@ -172,7 +179,7 @@ class GraphArrays:
             for kind, (begin, end) in enumerate(itertools.pairwise(starts))
             for first in range(begin, end, length)
         ]
-        return torch.tensor(found, dtype=torch.int64).reshape(-1, 3)
+        return torch.tensor(found, dtype=torch.int64, device="cpu").reshape(-1, 3)
 
 
 @build_once
@@ -185,6 +192,6 @@ def _cut_by_work(sizes: torch.Tensor, length: int) -> torch.Tensor:
     """Return the first group of each interval of about equal work, and the number of groups."""
     # The work up to and with each group: its rows, and one for itself.
     work = torch.cumsum(sizes + 1, 0)
-    marks = torch.arange(0, int(work[-1]) if len(work) else 0, length)
+    marks = torch.arange(0, int(work[-1]) if len(work) else 0, length, device="cpu")
     first = torch.searchsorted(work, marks, right=True)
-    return torch.cat([torch.unique_consecutive(first), torch.tensor([len(sizes)])])
+    return torch.cat([torch.unique_consecutive(first), torch.tensor([len(sizes)], device="cpu")])

@@ -55,14 +55,14 @@ class BufferPool:
         """Return a tensor with undefined content."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _MIN_POOLED_BYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         memory = self._allocate(num_bytes, most_bytes=_MAX_WASTE * num_bytes)
         return memory.view(dtype).view(shape)
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
         """Return bytes for the time of a call, in a free buffer of any size."""
         if num_bytes < _MIN_POOLED_BYTES:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._allocate(num_bytes, most_bytes=math.inf)
 
     def clear(self) -> None:
@@ -90,7 +90,7 @@ class BufferPool:
             if not buffer.is_free()
             or (buffer.last_used >= oldest and len(buffer.memory) > num_bytes)
         ]
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         if num_bytes >= 2 * HUGE_PAGE_BYTES:
             advise_huge_pages(memory.data_ptr(), num_bytes)
         self._buffers.append(_PooledBuffer(memory, _count_owners(memory)))

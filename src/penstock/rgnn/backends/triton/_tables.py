@@ -115,7 +115,7 @@ def cut_pieces(graph: Graph, row_map: RowMap, *, batch: int) -> Runs:
 
 
 def _cut_types(graph: Graph, row_map: RowMap, batch: int, length: int) -> Runs:
-    starts_of = torch.tensor(graph.segment_starts(row_map)) * batch
+    starts_of = torch.tensor(graph.segment_starts(row_map), device="cpu") * batch
     return _cut_intervals(starts_of[:-1], starts_of[1:], length, graph.device)
 
 
@@ -125,8 +125,8 @@ def _cut_intervals(
     """Cut intervals (on the CPU) into runs of at most `length`, each interval's in order."""
     counts = (ends - begins + length - 1) // length
     first_runs = compute_offsets(counts)
-    targets = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    number = torch.arange(len(targets)) - first_runs[targets]
+    targets = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+    number = torch.arange(len(targets), device="cpu") - first_runs[targets]
     run_begins = begins[targets] + number * length
     run_ends = torch.minimum(run_begins + length, ends[targets])
     wide = dtype_for(int(ends.max()) if len(ends) else 0)

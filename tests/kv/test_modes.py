@@ -1,5 +1,7 @@
-"""One cache, used in inference mode and outside of it in turns."""
+"""The cache in other modes of torch: inference mode in turns, autocast, other defaults."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import penstock.kv
-from kv_models import TOLERANCE, cache_bytes, make_model, make_prompt
+from kv_models import TOLERANCE, cache_bytes, generate, make_model, make_prompt
 from penstock.errors import PenstockError
 from penstock.kv.selectors import Window
 
@@ -91,6 +93,88 @@ def test_a_cache_from_a_file_of_a_prefix(tmp_path: Path):
     with cache, torch.no_grad():
         ours = model(tokens[:, 41:], past_key_values=cache).logits
     torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS = {
+    "meta": lambda: torch.device("meta"),  # as a GPU would be, with which a program goes on here
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("defaults", DEFAULTS)
+@pytest.mark.parametrize("selector", ["all", "nosa", "accumulated", "window"])
+def test_logits_do_not_depend_on_defaults(selector: str, defaults: str, store: Path):
+    model = make_model("llama")
+    tokens = make_prompt(300, num_padding=0)["input_ids"]
+    options = {"device_memory": "96KiB", "store": str(store), "block_tokens": 16}
+    found = []
+    for make in (contextlib.nullcontext, DEFAULTS[defaults]):
+        with penstock.kv.cache(model, selector=selector, **options) as cache, torch.no_grad():
+            model(tokens[:, :295], past_key_values=cache)
+            with make():
+                found.append(
+                    [
+                        model(tokens[:, at : at + 1], past_key_values=cache).logits
+                        for at in range(295, 300)
+                    ]
+                )
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "t5", "granite"])
+def test_autocast(kind: str, store: Path):
+    model, prompt = make_model(kind), make_prompt(100)
+    memory = {"device_memory": "64KiB", "store": str(store), "block_tokens": 16}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = generate(model, prompt, 12)
+        with penstock.kv.cache(model, **memory) as cache:
+            ours = generate(model, prompt, 12, past_key_values=cache)
+    largest = max(float(each.abs().max()) for each in expected.logits)
+    for one, other in zip(ours.logits[:3], expected.logits[:3], strict=True):
+        # bfloat16 has 8 bits, and its sums are taken in other places.
+        torch.testing.assert_close(one, other, atol=0.04 * largest, rtol=0)
+
+
+def test_autocast_and_kept_inputs():
+    model = make_model("llama")
+    with (
+        penstock.kv.cache(model, device_memory="4MiB", keep_inputs=True) as cache,
+        torch.autocast("cpu", torch.bfloat16),
+        torch.no_grad(),
+        pytest.raises(PenstockError, match="use keep_inputs=False, or leave"),
+    ):
+        model(**make_prompt(20), past_key_values=cache)
+
+
+def test_autocast_begins_and_ends_between_calls(store: Path):
+    model = make_model("llama")
+    tokens = make_prompt(120, num_padding=0)["input_ids"]
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for turns in ((False, True), (True, False)):
+            made = {"device_memory": "64KiB", "store": str(store), "block_tokens": 16}
+            with penstock.kv.cache(model, **made) as cache:
+                for part, is_cast in zip((slice(0, 80), slice(80, 120)), turns, strict=True):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                        if turns[0] and not is_cast:
+                            with pytest.raises(ValueError, match="bfloat16"):
+                                model(tokens[:, part], past_key_values=cache)
+                            continue
+                        logits = model(tokens[:, part], past_key_values=cache).logits
+                    torch.testing.assert_close(
+                        logits.float(), expected[:, part], atol=0.3, rtol=0.05
+                    )
 
 
 def test_queries_alone_that_want_a_gradient():
