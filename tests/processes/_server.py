@@ -33,17 +33,28 @@ FIRST_KEPT = 500  # above the numbers of a process's own files
 
 
 class Request:
-    """A process to be forked, as `_launcher.main` describes it."""
+    """A process to be forked, as `_launcher.main` describes it.
+
+    Raises:
+        OSError: The launcher was killed before it had said all.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
-        content, files, _, _ = socket.recv_fds(connection, 8, NUM_FILES)
-        length = int.from_bytes(content, "little")
-        text = b""
-        while len(text) < length:
-            text += connection.recv(1 << 16)
+        content, self.received, _, _ = socket.recv_fds(connection, 8, NUM_FILES)
+        length, text = int.from_bytes(content, "little"), b""
+        while len(text) < max(1, length):
+            part = connection.recv(1 << 16)
+            if not part:
+                self.close_files()
+                raise ConnectionAbortedError
+            text += part
         for name, value in json.loads(text).items():
             setattr(self, name, value)
-        self.received = files
+
+    def close_files(self) -> None:
+        """Close the launcher's files, here."""
+        for file in self.received:
+            os.close(file)
 
 
 def serve(address: str, libraries: list[str]) -> Request:
@@ -65,7 +76,11 @@ def serve(address: str, libraries: list[str]) -> Request:
                 sys.exit()
             if key.data == "accept":
                 connection, _ = listener.accept()
-                request = Request(connection)
+                try:
+                    request = Request(connection)
+                except OSError:
+                    connection.close()
+                    continue
                 if libraries:
                     import_all(libraries, request.environment)
                     libraries = []
@@ -76,8 +91,7 @@ def serve(address: str, libraries: list[str]) -> Request:
                         each.detach()  # its number will be another file's
                     become(request)
                     return request
-                for file in request.received:
-                    os.close(file)
+                request.close_files()
                 with contextlib.suppress(OSError):  # the launcher was killed meanwhile
                     connection.send(str(process).encode())
                 running[process] = connection, os.pidfd_open(process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -167,6 +168,24 @@ def test_signals_reach_the_process(number):
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < deadline, "the process has survived its launcher"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("message", [None, b"", (100).to_bytes(8, "little")])
+def test_a_server_outlives_a_launcher_that_says_only_a_part(message):
+    servers = ForkServers({"plain": []})
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as launcher:
+            launcher.connect(str(servers.directory / "plain.socket"))
+            if message is not None:
+                socket.send_fds(launcher, [message], [0, 1])
+        command = [str(servers.directory / "plain"), "-c", "print(1)"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == "1\n"
+        (server,) = servers.processes
+        files = os.listdir(f"/proc/{server.pid}/fd")
+        assert len(files) <= 7  # its own, and none of the launcher's
+    finally:
+        servers.close()
 
 
 def test_a_server_outlives_a_launcher_that_was_killed_before_its_answer():
