@@ -1,4 +1,4 @@
-"""Names that a package offers and loads on first use (PEP 562)."""
+"""Work that is put off until its first use: imports of a package (PEP 562), and attributes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Self, TypeVar, overload
+
+T = TypeVar("T")
 
 
 def load_lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -54,3 +56,32 @@ def _typed_imports(path: str) -> dict[str, str]:
                 assert imported.module, "modules are named in full"
                 homes |= {alias.name: imported.module for alias in imported.names}
     return homes
+
+
+class cached_property(Generic[T]):  # as that of functools
+    """An attribute that a method computes on first use, without a lock.
+
+    `functools.cached_property` of Python 3.11 has one lock for all objects, which a child that was
+    forked while another thread held it would wait for without end. Threads that ask at once may
+    compute twice; the attribute is then that of the last one.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        # Found there from now on: a descriptor without __set__ comes after the object's own.
+        value = instance.__dict__[self._name] = self._function(instance)
+        return value

@@ -9,7 +9,6 @@ value and the strides of its view (`TensorView`).
 from __future__ import annotations
 
 import enum
-import functools
 import gzip
 import hashlib
 import json
@@ -20,6 +19,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock._lazy import cached_property
 from penstock.errors import GraphFileError
 
 FORMAT = "penstock-step-graph"
@@ -268,12 +268,12 @@ class StepGraph:
         """Return the bytes of a value: those of its storage."""
         return self.storages[self.storage_of_value[value]].num_bytes
 
-    @functools.cached_property
+    @cached_property
     def workspace_bytes(self) -> int:
         """The most workspace that one of its operators needs."""
         return max((operator.workspace_bytes for operator in self.operators), default=0)
 
-    @functools.cached_property
+    @cached_property
     def producers(self) -> tuple[int | None, ...]:
         """The operator that makes each value; None for initial values."""
         producers: list[int | None] = [None] * len(self.storage_of_value)
@@ -282,7 +282,7 @@ class StepGraph:
                 producers[value] = index
         return tuple(producers)
 
-    @functools.cached_property
+    @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """The operators that need each value, in program order."""
         consumers: list[list[int]] = [[] for _ in self.storage_of_value]
@@ -291,7 +291,7 @@ class StepGraph:
                 consumers[value].append(index)
         return tuple(map(tuple, consumers))
 
-    @functools.cached_property
+    @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
         """The operators that have to run before each one, in any order without recomputation.
 
@@ -305,12 +305,12 @@ class StepGraph:
             predecessors.append(tuple(sorted(found - {index, None})))
         return tuple(predecessors)
 
-    @functools.cached_property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the content, by which plans name their graph."""
         return checksum(self._content())
 
-    @functools.cached_property
+    @cached_property
     def derived(self) -> dict[tuple[int, bool], StepGraph]:
         """The graphs that `split` made of this one, by bytes of an operator and `products`."""
         return {}

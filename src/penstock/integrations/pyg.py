@@ -16,7 +16,6 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -35,6 +34,7 @@ from torch_geometric.data import Data, FeatureStore, HeteroData, TensorAttr
 from torch_geometric.loader import NodeLoader
 from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
 
+from penstock.memory import WorkerThreads
 from penstock.tables import Report
 from penstock.traversal import NeighborSampler
 from penstock.unified import UnifiedTensor, unify
@@ -376,7 +376,7 @@ def run_ahead(
         count_wait: Function that takes the seconds that each result was waited for.
     """
     pending: deque[Callable[[], Item]] = deque()
-    threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-loader")
+    threads = WorkerThreads(1, thread_name_prefix="penstock-loader")
 
     def refill() -> None:
         for job in islice(jobs, ahead - len(pending)):

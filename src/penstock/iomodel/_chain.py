@@ -27,11 +27,11 @@ and blocks of powers of two.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from penstock._lazy import cached_property
 from penstock.iomodel._levels import MemoryLevel, ceil_div, check_counts, level_rates, memory_levels
 from penstock.memory import MachineProfile
 from penstock.tables import Report
@@ -216,7 +216,7 @@ class _ChainGraph:
                 f"{MOST_OPERATORS}, or a chain"
             )
 
-    @functools.cached_property
+    @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
         """By operator the numbers of what it reads."""
         return tuple(
@@ -224,7 +224,7 @@ class _ChainGraph:
             for number, each in enumerate(self.operators)
         )
 
-    @functools.cached_property
+    @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """By operator the numbers of those that read it."""
         count = range(len(self.operators))

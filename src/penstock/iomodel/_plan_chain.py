@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from penstock._lazy import cached_property
 from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
 from penstock.iomodel._chain import ChainOperator, ChainPlan, Features, chain
 from penstock.iomodel._chain_checks import check_result, refuse_buffer_changes
@@ -254,12 +255,12 @@ class _ModuleRuns:
             seed = self._seeds[result.shape]
             torch.autograd.grad(result, [leaf, *leaves.values()], seed, allow_unused=True)
 
-    @functools.cached_property
+    @cached_property
     def _seeds(self) -> dict[torch.Size, Tensor]:
         """Gradients of the results, by shape."""
         return {}
 
-    @functools.cached_property
+    @cached_property
     def _gradient(self) -> Tensor:
         """The sum that a linear layer's gradients are added to."""
         assert isinstance(self.module, nn.Linear)

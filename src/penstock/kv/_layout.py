@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
+from penstock._lazy import cached_property
 from penstock.memory.pages import round_up
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

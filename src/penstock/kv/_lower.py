@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,16 @@ from penstock.kv._layout import BlockLayout
 from penstock.kv._pages import PageTable
 from penstock.kv._platform import Platform
 from penstock.kv._prefix_file import PrefixFile, PrefixRecords, SavedLayer
-from penstock.memory import Extent, ExtentFile, FileStore, Ledger, Link, StartedReads, Tier
+from penstock.memory import (
+    Extent,
+    ExtentFile,
+    FileStore,
+    Ledger,
+    Link,
+    StartedReads,
+    Tier,
+    WorkerThreads,
+)
 from penstock.units import format_bytes
 
 _NUM_THREADS = 4  # reads that are under way at once, at least, which keep a disk busy
@@ -134,7 +143,7 @@ class PageTiers:
         self._segments: dict[int, Segment] = {}
         self._open_segments: dict[int, tuple[int, Segment]] = {}  # by layer
         self._num_segments = 0
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: WorkerThreads | None = None
         self._prefix = prefix
         self._bounce: Area | None = None  # host memory of records that leave the device singly
         self.prefix_bytes = 0
@@ -422,7 +431,7 @@ class PageTiers:
 
     def _submit(self, function: Callable[..., None], *args: object) -> Future[None]:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-kv")
+            self._threads = WorkerThreads(_NUM_THREADS, thread_name_prefix="penstock-kv")
         return self._threads.submit(function, *args)
 
     def _write(

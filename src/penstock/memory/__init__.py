@@ -13,6 +13,7 @@ from penstock.memory._ram import available_ram, installed_ram
 from penstock.memory._signals import deferred_signals, interruptible, uninterrupted
 from penstock.memory._staging import StagingBuffer, StagingPool
 from penstock.memory._store import RAM_FILESYSTEMS, FileStore, filesystem_type
+from penstock.memory._threads import WorkerThreads
 from penstock.memory._transfers import Throttle
 from penstock.memory._whole_file import NewFile, WholeFile
 
@@ -52,6 +53,7 @@ __all__ = [
     "TierProfile",
     "Timeline",
     "WholeFile",
+    "WorkerThreads",
     "available_ram",
     "deferred_signals",
     "filesystem_type",

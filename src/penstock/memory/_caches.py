@@ -7,11 +7,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.codegen import load_optional_library
 from penstock.memory._profile import CacheProfile, LinkProfile
+from penstock.memory._threads import WorkerThreads
 from penstock.memory.pages import (
     HUGE_PAGE_BYTES,
     MADV_HUGEPAGE,
@@ -168,7 +168,7 @@ class _Reader:
             return self._read(base + thread * part, part, sweeps)
 
         rates = []
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-probe") as threads:
+        with WorkerThreads(num_threads, thread_name_prefix="penstock-probe") as threads:
             for _ in range(self._num_runs + 1):
                 start = time.perf_counter()
                 list(threads.map(read, range(num_threads)))

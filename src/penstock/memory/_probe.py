@@ -15,7 +15,6 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +35,7 @@ from penstock.memory._profile import (
 from penstock.memory._profile import machine as _machine
 from penstock.memory._ram import installed_ram
 from penstock.memory._store import FileStore, free_bytes, reserved_bytes
+from penstock.memory._threads import WorkerThreads
 from penstock.memory.pages import map_anonymous, round_down
 from penstock.memory.raw_memory import address_of, copy_bytes
 
@@ -316,7 +316,7 @@ def _measure_file(store: FileStore) -> tuple[list[LinkProfile], list[LinkProfile
         buffer.write(noise)
     file = ExtentFile(store)
     try:
-        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        with WorkerThreads(_NUM_THREADS) as threads:
 
             def run(move: Callable[[Extent, int, int], None], extents: list[Extent]) -> int:
                 def lane(index: int) -> None:
@@ -336,7 +336,7 @@ def _measure_file(store: FileStore) -> tuple[list[LinkProfile], list[LinkProfile
 
 
 def _measure_both_ways(
-    file: ExtentFile, extents: list[Extent], addresses: list[int], threads: ThreadPoolExecutor
+    file: ExtentFile, extents: list[Extent], addresses: list[int], threads: WorkerThreads
 ) -> list[LinkProfile]:
     """Write one half of the extents and read the other, again and again, at the same time."""
     if len(extents) < 2:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock._lazy import cached_property
 from penstock.graph.step_graph import Kind, StepGraph
 from penstock.partitioner._fold import Groups
 from penstock.partitioner._mesh import (
@@ -186,7 +187,7 @@ class Model:
                     extra[i, j] = found.extra_bytes
         return costs, extra
 
-    @functools.cached_property
+    @cached_property
     def linearly_read(self) -> set[int]:
         """Storages that an operator may read as partial sums."""
         return {

@@ -9,13 +9,13 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.memory import Extent, ExtentFile, Ledger, Link, Tier
+from penstock.memory import Extent, ExtentFile, Ledger, Link, Tier, WorkerThreads
 from penstock.memory.pages import DIRECT_IO_BYTES, map_anonymous, round_up
 
 NUM_BUFFERS = 2
@@ -315,7 +315,7 @@ class FileVectors(LowerVectors):
             map_anonymous(NUM_BUFFERS * self._stride_bytes, private=True, huge_pages=True),
             dtype=torch.uint8,
         )
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-spectral")
+        self._threads = WorkerThreads(1, thread_name_prefix="penstock-spectral")
         self._last: Future[None] | None = None
         is_ram = device.type == "cpu"
         self._read_link = Link.FILE_TO_DEVICE if is_ram else Link.FILE_TO_HOST

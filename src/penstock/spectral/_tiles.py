@@ -14,14 +14,14 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import CapacityError, StoreReadError
-from penstock.memory import Ledger, Link, Tier, WholeFile
+from penstock.memory import Ledger, Link, Tier, WholeFile, WorkerThreads
 from penstock.memory.pages import DIRECT_IO_BYTES, map_anonymous, round_up
 from penstock.spectral import _native
 from penstock.spectral._operator import LinearOperator, combine_dense
@@ -252,7 +252,7 @@ class TileStream:
             self._num_kept += 1
         self._kept: dict[int, tuple[Tensor, ...]] = {}
         self._buffers = [] if is_whole else [_map(self._buffer_bytes) for _ in range(2)]
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="penstock-tiles")
+        self._threads = WorkerThreads(1, thread_name_prefix="penstock-tiles")
         self._pending: tuple[int, Future[Any]] | None = None
         self._turn = 0
         ledger.add(Tier.DEVICE, self.held_bytes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from penstock.compat.dispatch import is_in_bad_fork
+from penstock.memory import WorkerThreads
 
 GPU = "cuda"  # tests let another type of device play this part
 
@@ -71,9 +71,9 @@ def gpu_of(*values: Any) -> torch.device | None:
 
 
 @functools.cache
-def gather_threads(process: int) -> ThreadPoolExecutor:
+def gather_threads(process: int) -> WorkerThreads:
     """Return the threads of a process that gather beside it: one batch is read while another is
     copied. A forked child has none of its parent's.
     """
     del process
-    return ThreadPoolExecutor(2, thread_name_prefix="gather-rows")
+    return WorkerThreads(2, thread_name_prefix="gather-rows")

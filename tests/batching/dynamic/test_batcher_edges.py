@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -304,3 +305,30 @@ def test_types_are_told_apart_by_what_they_are_not_by_their_text():
     straight.add(leaf, inputs=[3.0])
     assert batcher(swapped).of(up).tolist() == [2.0]
     assert batcher(straight).of(leaf).tolist() == [3.0]
+
+
+def test_runs_of_several_threads_keep_their_budgets_apart():
+    torch.manual_seed(0)
+    cells = {"leaf": Mean(), **{f"step {i}": nn.Linear(64, 64) for i in range(6)}}
+    batcher = DynamicBatcher(cells, max_bytes=4 * MIB)
+
+    def chains(number: int) -> list[TypedGraph]:
+        graphs = []
+        for chain in range(20):
+            graph = TypedGraph()
+            node = graph.add("leaf", inputs=[torch.full((50, 64), float(number + chain))])
+            for step in range(12):
+                node = graph.add(f"step {number + step % 3}", node)
+            graphs.append(graph)
+        return graphs
+
+    def run(number: int) -> tuple[torch.Tensor, int]:
+        outputs = batcher(chains(number))
+        return outputs.last().detach(), outputs.report.num_pieces
+
+    expected = [run(number) for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(run, [0, 1, 2, 3] * 10))
+    for number, (values, num_pieces) in enumerate(found):
+        assert num_pieces == expected[number % 4][1]
+        assert torch.equal(values, expected[number % 4][0])

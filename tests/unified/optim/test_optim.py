@@ -179,6 +179,24 @@ def test_state_is_saved_and_restored(name, dtype):
     assert other.param_groups[0]["lr"] == options["lr"]
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_batch_of_no_rows_changes_nothing_in_a_file(name, dtype, tmp_path):
+    kind, options = CASES[name]
+    table = empty((40, 2), dtype, path=tmp_path / "table")
+    before = torch.randn(40, 2).to(dtype)
+    everything, none = torch.arange(40), torch.zeros(0, dtype=torch.int64)
+    table[everything] = before
+    table[none] = before[none]
+    table.index_copy_(0, none, before[none])
+    table.index_add_(0, none, before[none])
+    table.requires_grad_()
+    optimizer = kind([table], **options)
+    table[none].sum().backward()
+    optimizer.step()
+    assert torch.equal(table.detach()[everything], before)
+
+
 def test_the_state_of_the_dense_optimizer_can_be_loaded():
     start = torch.randn(40, 2)
     weight = start.clone().requires_grad_()

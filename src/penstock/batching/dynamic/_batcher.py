@@ -6,6 +6,7 @@ before anything runs and once per shape. Then each batch is one call of an ordin
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import time
@@ -156,7 +157,8 @@ class DynamicBatcher(nn.Module):
         kinds = [kind for kind, _, _ in self._codes]
         codes = {batch.kind for batch in plan.batches}
         cells = {code: (kinds[code], self._cells[self._cell_of[kinds[code]]]) for code in codes}
-        run = _BatchRun(plan, cells, pools, inputs, index[len(plan.index) :], self._splitter)
+        splitter = copy.copy(self._splitter)  # with what was measured; its bytes are of this run
+        run = _BatchRun(plan, cells, pools, inputs, index[len(plan.index) :], splitter)
         tokens = run.run()
         report = BatchReport(
             num_graphs=len(graphs),

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock._lazy import cached_property
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._schedule import (
     GraphRequest,
@@ -73,7 +74,7 @@ class ExecutionPlan:
     planned_by: str
     """"C++", or "NumPy" where there is no compiler."""
 
-    @functools.cached_property
+    @cached_property
     def pool_rows(self) -> list[int]:
         """Rows of each pool."""
         rows = [0] * (max((batch.pool for batch in self.batches), default=-1) + 1)
@@ -81,7 +82,7 @@ class ExecutionPlan:
             rows[batch.pool] = max(rows[batch.pool], batch.start + batch.num_nodes)
         return rows
 
-    @functools.cached_property
+    @cached_property
     def shared_pools(self) -> frozenset[int]:
         """The pools with outputs of more than one type."""
         kinds: dict[int, set[int]] = {}

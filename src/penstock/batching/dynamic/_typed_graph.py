@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock._lazy import cached_property
 from penstock.batching._arrays import Integers
 
 _NUMBERS = (int, float, complex, np.generic)  # these cannot change in place

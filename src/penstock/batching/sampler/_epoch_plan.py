@@ -87,9 +87,11 @@ class EpochPlanner:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch, over all ranks: batch `step * num_replicas + rank`."""
-        if epoch not in self._plans:
-            self._plans = {epoch: self._make_plan(epoch if self._options.shuffle else 0)}
-        return self._plans[epoch]
+        plan = self._plans.get(epoch)
+        if plan is None:
+            plan = self._make_plan(epoch if self._options.shuffle else 0)
+            self._plans = {epoch: plan}
+        return plan
 
     # The samples to pack.
 

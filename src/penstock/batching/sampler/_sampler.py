@@ -122,12 +122,13 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         return self._iterate(all_ranks=shard is not None)
 
     def _iterate(self, *, all_ranks: bool) -> Iterator[list[Any]]:
-        self.epoch, self._next_batch = self._find_next()
+        # Iterations of several threads may begin at once, and each goes on from its own begin.
+        epoch, first_step = self.epoch, self._next_batch = self._find_next()
         self._fresh = self._restored = False
-        plan, keys, epoch = self._planner.plan(self.epoch), self._planner.keys, self.epoch
+        plan, keys = self._planner.plan(epoch), self._planner.keys
         num_ranks, num_steps = self.num_replicas, self._planner.num_batches // self.num_replicas
         ranks = range(num_ranks) if all_ranks else (self.rank,)
-        for step in range(self._next_batch, num_steps):
+        for step in range(first_step, num_steps):
             for rank in ranks:
                 batch = step * num_ranks + rank
                 items = plan.items[plan.starts[batch] : plan.starts[batch + 1]].tolist()

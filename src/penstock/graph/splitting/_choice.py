@@ -12,6 +12,7 @@ import functools
 from collections.abc import Container
 from dataclasses import dataclass, field
 
+from penstock._lazy import cached_property
 from penstock.graph._alignment import TENSOR_ALIGNMENT_BYTES
 from penstock.graph.splitting._forms import SlicedView, SliceForm, find_slice_form
 from penstock.graph.step_graph import Kind, Operator, StepGraph
@@ -112,7 +113,7 @@ class SliceSearch:
         self.limit = max(max_bytes, *fixed, 0)
         self.chosen = {i for i in large if needed[i] > self.limit}
 
-    @functools.cached_property
+    @cached_property
     def _touching(self) -> dict[int, list[int]]:
         """The operators that need or make a value of each storage."""
         found: dict[int, list[int]] = {}

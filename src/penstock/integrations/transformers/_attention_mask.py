@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock._lazy import cached_property
 from penstock.attention import Layout
 from penstock.compat.dynamo import run_uncompiled
 from penstock.errors import PenstockError
@@ -115,7 +116,7 @@ class KeyRanges:
         self.shown = shown
         self._within: tuple[Tensor, KeyRanges] | None = None
 
-    @functools.cached_property
+    @cached_property
     def layout(self) -> Layout:
         """The blocks; with R > 1 those of all sequences one after the other."""
         num_rows, num_queries = self.first_key.shape

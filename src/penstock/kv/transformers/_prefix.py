@@ -14,7 +14,6 @@ import os
 import types
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 
 from penstock.errors import PenstockError
 from penstock.kv._prefix_file import PrefixFile
+from penstock.memory import WorkerThreads
 
 # Entries of configurations that change no key and no value.
 _WITHOUT_EFFECT = {
@@ -62,7 +62,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         parameter and buffer dtype, shape and CRC-32 of its bytes.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="penstock-kv") as threads:
+    with WorkerThreads(os.cpu_count() or 1, thread_name_prefix="penstock-kv") as threads:
         described = list(threads.map(_describe_tensor, tensors.values()))
     config = json.loads(json.dumps(model.config.to_dict(), default=str))
     return {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 from torch import Tensor
 
+from penstock._lazy import cached_property
 from penstock.compat.autograd import outlive_inference
 
 MOST_INDEX = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
@@ -42,7 +42,7 @@ class Rows:
         offsets, columns = self.offsets.to(dtype), self.columns.to(dtype)
         return dataclasses.replace(self, offsets=offsets, columns=columns)
 
-    @functools.cached_property
+    @cached_property
     def longest(self) -> int:
         """Entries of the longest row."""
         return int(self.offsets.diff().max()) if self.num_rows else 0

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock._lazy import cached_property
 from penstock.errors import InfeasibleError
 from penstock.graph import alignment_bytes, least_alignment_bytes
 from penstock.memory import Link, MachineProfile, Tier
@@ -176,7 +177,7 @@ class GridRequest:
     alignment: int  # bytes of which offsets are multiples
     overhang: int = 0  # bytes that the search has beyond the arena, as its objects take multiples
 
-    @functools.cached_property
+    @cached_property
     def arena(self) -> Arena:
         """The arena, as large as the budget says or as the program's order needs."""
         workspace_bytes, capacity = self.request.graph.workspace_bytes, self.request.arena_bytes

@@ -9,12 +9,12 @@ that no link has time for may be.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Hashable, Iterator
 
 import numpy as np
 
+from penstock._lazy import cached_property
 from penstock.graph import Phase, StepGraph
 from penstock.planner._live_ranges import occupied_bytes
 from penstock.planner.search._recompute import RecomputeChains, mark_brief
@@ -106,7 +106,7 @@ class DropFamilies:
             for key in sorted(members, key=lambda key: -weight[key]):
                 yield frozenset(members[key])
 
-    @functools.cached_property
+    @cached_property
     def _forward_intervals(self) -> np.ndarray:
         """Columns: storages, their definition, and their last use in the forward pass."""
         graph = self.graph

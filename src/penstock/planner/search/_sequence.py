@@ -7,13 +7,13 @@ beginning of the next step.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from penstock._lazy import cached_property
 from penstock.planner._live_ranges import occupied_bytes
 from penstock.planner._request import LinkRates
 from penstock.planner.search._problem import INTERVAL, PART, Problem, engine
@@ -76,7 +76,7 @@ class OperatorSequence:
         """Bytes of each hole's object."""
         return self.problem.object_bytes[self.hole_object]
 
-    @functools.cached_property
+    @cached_property
     def working_set(self) -> np.ndarray:
         """Least bytes by position with which its operator can run."""
         start, end = self.hole_start + 1, self.hole_end

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from penstock._lazy import cached_property
 from penstock.rgnn import spaces
 from penstock.rgnn.spaces import Counts, RowMap, Space
 

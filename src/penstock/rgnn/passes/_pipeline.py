@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
 
+from penstock._lazy import cached_property
 from penstock.rgnn.ir import (
     BINARY,
     LEAVES,

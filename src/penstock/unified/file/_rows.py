@@ -12,7 +12,6 @@ import errno
 import functools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 
 from penstock.codegen import IO_RING, load_optional_library, struct_type
 from penstock.errors import CapacityError, StoreError, StoreReadError
+from penstock.memory import WorkerThreads
 from penstock.memory.pages import round_up
 from penstock.unified._row_index import as_index, index_error, resolve_index
 from penstock.unified._table import Counters
@@ -159,7 +159,7 @@ class RowReader:
             return wanted
 
         # The threads are waited for in any case.
-        with self.file as fd, ThreadPoolExecutor(_NUM_PART_THREADS) as threads:
+        with self.file as fd, WorkerThreads(_NUM_PART_THREADS) as threads:
             parts = range(0, len(pages), _PART_BYTES)
             for num_bytes in threads.map(functools.partial(read, fd), parts):
                 self.counters.add(num_reads=1, bytes_read=num_bytes)
@@ -233,7 +233,7 @@ class RowReader:
                 number = None if error.errno == errno.ENODATA else error.errno
                 raise self._read_error(row, begin, number) from error
 
-        with self.file as fd, ThreadPoolExecutor(_NUM_PYTHON_THREADS) as threads:
+        with self.file as fd, WorkerThreads(_NUM_PYTHON_THREADS) as threads:
             for _ in threads.map(functools.partial(read, fd), range(index.numel())):
                 pass
         self.counters.add(num_reads=index.numel(), bytes_read=index.numel() * layout.row_bytes)

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock._lazy import cached_property
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
 from penstock.memory.pages import round_up
 from penstock.memory.safetensors import SafetensorsHeader
@@ -76,7 +77,7 @@ class RowLayout:
     file_bytes: int | None = dataclasses.field(default=None, compare=False)
     """Length of the file at that time."""
 
-    @functools.cached_property
+    @cached_property
     def struct(self) -> ctypes.Array[ctypes.c_int64]:
         """The struct `Layout` of `file_rows.cpp`, which has only numbers."""
         numbers = self.offset, self.num_rows, self.row_bytes, self.rows_per_block, self.block_bytes

@@ -173,7 +173,10 @@ def write_tables(parts: Sequence[tuple[FileTable, torch.Tensor, torch.Tensor]]) 
     for table, rows, content in parts:
         with table.file.lock:
             table._check_file()
-        flat = content.reshape(len(rows), -1).view(torch.uint8) if content.numel() else content
+        if content.numel():
+            flat = content.reshape(len(rows), -1).view(torch.uint8)
+        else:  # NumPy has not all dtypes
+            flat = torch.empty((len(rows), 0), dtype=torch.uint8, device="cpu")
         batch.append((table, rows.numpy(), flat.numpy()))
     try:
         write_batch(batch)

@@ -15,12 +15,11 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from penstock.errors import CapacityError
-from penstock.memory import available_ram, pages
+from penstock.memory import WorkerThreads, available_ram, pages
 from penstock.memory.pages import (
     HUGE_PAGE_BYTES,
     MADV_HUGEPAGE,
@@ -97,7 +96,7 @@ class TableMemory:
         """
         starts = range(0, self.num_bytes, _CHUNK_BYTES)
         lengths = [min(_CHUNK_BYTES, self.num_bytes - start) for start in starts]
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        with WorkerThreads(min(16, os.cpu_count() or 1)) as threads:
             done = threads.map(work, starts, lengths)
             if self.num_bytes >= _LONG_BYTES:
                 from rich.console import Console

@@ -22,10 +22,10 @@ requests, before any cache.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from torch import Tensor
 
+from penstock._lazy import cached_property
 from penstock.codegen import ByteCount
 from penstock.ops.deform._shapes import DeformGeometry
 from penstock.ops.deform.triton._launch import (
@@ -104,12 +104,12 @@ class DeformBytes:
         entries = 2 * _WORD * self._corners * tiles
         return entries + self._corner_bytes + windows * lists + self._reached_bytes
 
-    @functools.cached_property
+    @cached_property
     def _sizes(self) -> DeformSizes:
         given = (self.x, self.offset, self.weight, self.bias, self.mask, self.geometry)
         return sizes_of(*given)
 
-    @functools.cached_property
+    @cached_property
     def _corners(self) -> int:
         """Corners inside of the images, of all places."""
         operands = DeformOperands(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -11,6 +10,7 @@ from types import ModuleType
 import torch
 from triton import knobs
 
+from penstock._lazy import cached_property
 from penstock.codegen import load_module
 from penstock.errors import PenstockError
 from penstock.rgnn.backends._invocation import (
@@ -110,7 +110,7 @@ class TritonBackend(Backend):
                     del memory[value]
         return leave_results(program, invocation, memory)
 
-    @functools.cached_property
+    @cached_property
     def _module(self) -> tuple[TritonSource, ModuleType, tuple[frozenset[int], ...]]:
         """The traversals as Triton kernels, and for each kernel what it reads from memory."""
         written = write_source(self._lowered)
