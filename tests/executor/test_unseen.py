@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
+import pickle
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+import penstock
 from _planned import differences, everything, plan_within
 from penstock.errors import CaptureError, GraphFileError, PenstockError
 from penstock.executor import PlannedStep, bind
@@ -383,6 +387,16 @@ def test_a_capture_within_autocast(accumulate: int | None):
             torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-4)
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_owners_of_memory_are_not_copied(copy_of: Callable[[Any], Any], tmp_path: Path):
+    model = Model()
+    with bound(model, sgd(model.parameters()), batches()[0], 1) as step:
+        with pytest.raises(PenstockError, match=r"PlannedStep owns memory .* or fit another step"):
+            copy_of(step)
+    with pytest.raises(PenstockError, match=r"Offload owns memory .* make others with"):
+        copy_of(penstock.offload(tmp_path))
 
 
 def test_a_capture_in_inference_mode_is_refused():

@@ -25,6 +25,7 @@ from penstock.memory import (
     Link,
     Tier,
     Timeline,
+    Uncopied,
     deferred_signals,
     uninterrupted,
 )
@@ -86,13 +87,15 @@ class OffloadReport(Report, title="penstock.offload"):
     """Bytes moved per link."""
 
 
-class Offload:
+class Offload(Uncopied):
     """Context in which saved tensors leave the device tier; made by `penstock.offload`.
 
     It can be entered any number of times, one after the other, nested, and in several threads
     (PyTorch installs saved-tensor hooks per thread). Graphs outlive the block: what they saved
     comes back whenever their backward pass runs.
     """
+
+    instead_of_copies = "several threads may use one; make others with penstock.offload"
 
     def __init__(
         self, store: FileStore | None, limits: Limits, policy: Policy, *, host_memory: int | None

@@ -22,7 +22,7 @@ from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.initial import Initialization, Initializer
 from penstock.graph import StepGraph
 from penstock.graph.capturing.step_program import StepProgram, check_optimizer
-from penstock.memory import FileStore, MachineProfile
+from penstock.memory import FileStore, MachineProfile, Uncopied
 from penstock.planner import Found, Plan
 from penstock.units import parse_bytes
 
@@ -251,7 +251,7 @@ def _parse_optional(size: int | str | None, name: str) -> int | None:
     return None if size is None else parse_bytes(size, name=name)
 
 
-class PlannedStep:
+class PlannedStep(Uncopied):
     """A training step that runs as planned; `bind` and `fit` make it.
 
     Between steps the model's parameters and buffers and the optimizer's state view the plan's
@@ -265,6 +265,8 @@ class PlannedStep:
         partitioned: This rank's part of a step over several devices, with the `state_dict()` of a
             checkpoint; None of a step on one.
     """
+
+    instead_of_copies = "save state_dict() of the model and the optimizer, or fit another step"
 
     def __init__(
         self,

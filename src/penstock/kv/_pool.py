@@ -19,6 +19,7 @@ from penstock.errors import PenstockError, PrefixFileError, StoreReadError
 from penstock.kv._blocks import LayerBlocks
 from penstock.kv._inputs import Recompute, check_inputs
 from penstock.kv._layout import BlockLayout, KeyShape, check_place
+from penstock.kv._owner import Owner
 from penstock.kv._platform import make_platform
 from penstock.kv._prefix import save_pool, show_blocks, take_layer
 from penstock.kv._prefix_file import PrefixFile
@@ -27,7 +28,6 @@ from penstock.kv._report import PoolReport
 from penstock.kv._resident import ResidentLayers
 from penstock.kv._selector import name_of, resolve_selector
 from penstock.kv._tiers import PoolTiers
-from penstock.kv._uncopied import Owner
 from penstock.memory import FileStore, Ledger, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
 from penstock.units import parse_bytes

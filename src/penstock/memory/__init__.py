@@ -15,6 +15,7 @@ from penstock.memory._staging import StagingBuffer, StagingPool
 from penstock.memory._store import RAM_FILESYSTEMS, FileStore, filesystem_type
 from penstock.memory._threads import WorkerThreads
 from penstock.memory._transfers import Throttle
+from penstock.memory._uncopied import Uncopied
 from penstock.memory._whole_file import NewFile, WholeFile
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ __all__ = [
     "Tier",
     "TierProfile",
     "Timeline",
+    "Uncopied",
     "WholeFile",
     "WorkerThreads",
     "available_ram",

@@ -19,11 +19,11 @@ from transformers.cache_utils import (
 
 from penstock.errors import PenstockError
 from penstock.kv._layout import KeyShape
+from penstock.kv._owner import Savable
 from penstock.kv._pool import BlockPool
 from penstock.kv._prefix import save_pool
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._report import PoolReport
-from penstock.kv._uncopied import Uncopied
 from penstock.kv.transformers._inputs import AttentionInputs
 from penstock.kv.transformers._layer import PooledLayer
 from penstock.kv.transformers._model import (
@@ -47,7 +47,7 @@ _FULL = {"full_attention"}
 _SLIDING = {"sliding_attention", "chunked_attention"}
 
 
-class PooledCache(Uncopied, Cache):
+class PooledCache(Savable, Cache):
     """Cache of a decoder's keys and values in a `BlockPool`; made by `penstock.kv.cache`.
 
     Usable in a `with` block, which closes it.
@@ -214,7 +214,7 @@ class PooledCache(Uncopied, Cache):
         return [layer.index for layer in layers]
 
 
-class PooledEncoderDecoderCache(Uncopied, EncoderDecoderCache):
+class PooledEncoderDecoderCache(Savable, EncoderDecoderCache):
     """Caches of a decoder's own keys and of those of the encoder's output, in one pool.
 
     Attributes:

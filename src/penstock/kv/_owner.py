@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn
 
 from penstock.errors import PenstockError
+from penstock.memory import Uncopied
 
 
-class Uncopied:
-    """Base of objects that `copy` and `pickle` refuse by name."""
+class Savable(Uncopied):
+    """Base of objects that are saved to a file and begun from it."""
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            PenstockError: Always.
-        """
-        raise PenstockError(
-            f"a {type(self).__name__} owns memory and files and cannot be copied or pickled; "
-            "save(path) it, and begin any number of others with prefix=path"
-        )
+    instead_of_copies = "save(path) it, and begin any number of others with prefix=path"
 
 
-class Owner(Uncopied):
+class Owner(Savable):
     """Base of objects with threads, which are used in their own process until they are closed."""
 
     def __init__(self) -> None:
