@@ -1,5 +1,6 @@
 """What every test shares: a store on a real disk, fixed seeds, a watch on what is left behind."""
 
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Workers share the processors: threads that wait for theirs in a loop take them from the others.
 # Before NumPy and torch are imported, which read it then; child processes inherit it.
@@ -322,6 +323,25 @@ def _every_plan_has_two_judges() -> None:
 
     api._plan_whole_or_split, Replay.run = plan_and_judge, replay_and_judge
     api.judged_twice = True
+
+
+@pytest.fixture(params=["meta", "float64", "bfloat16"])
+def other_defaults(
+    request: pytest.FixtureRequest,
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A function that returns a context with another default device, or dtype, of torch."""
+    import torch
+
+    @contextlib.contextmanager
+    def default_dtype() -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, request.param))
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    return (lambda: torch.device("meta")) if request.param == "meta" else default_dtype
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

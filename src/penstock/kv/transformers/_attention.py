@@ -67,6 +67,7 @@ def attend_interface(
     Raises:
         PenstockError: An argument that is not supported.
     """
+    rule_arguments = attention_mask, dropout, scaling, softcap, position_bias, s_aux
     if torch.is_autocast_enabled(query.device.type):  # as that does to attention of torch
         dtype = autocast_dtype(query)
         if isinstance(key, KeysPlaceholder):
@@ -74,19 +75,7 @@ def attend_interface(
         else:
             query, key, value = (each.to(autocast_dtype(each)) for each in (query, key, value))
         with torch.autocast(query.device.type, enabled=False):
-            out, weights = attend_interface(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout,
-                scaling,
-                softcap,
-                position_bias,
-                s_aux,
-                **kwargs,
-            )
+            out, weights = attend_interface(module, query, key, value, *rule_arguments, **kwargs)
         return out.to(dtype), weights
     for name, given in kwargs.items():
         if name not in _WITHOUT_EFFECT and given is not None and given is not False:
@@ -101,19 +90,8 @@ def attend_interface(
             f"({query.shape[1]},); use another cache for this model"
         )
     if not isinstance(key, KeysPlaceholder):
-        return _attend_tensors(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout,
-            scaling,
-            softcap,
-            position_bias,
-            s_aux,
-            kwargs.get("is_causal"),
-        )
+        is_causal = kwargs.get("is_causal")
+        return _attend_tensors(module, query, key, value, *rule_arguments, is_causal)
     if module.training or dropout:
         raise PenstockError(
             f"{key.layer.name} is in training mode; call model.eval() before it uses "
