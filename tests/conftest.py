@@ -19,12 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-# Workers share the processors: threads that wait for theirs in a loop take them from the others.
-# Before NumPy and torch are imported, which read it then; child processes inherit it.
-if (_num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _num_workers)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # in tests that ask for more threads
-
 # Inductor's code for processors is scalar: to find their vector instructions it compiles a program
 # for each, and starts a process that imports torch.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
@@ -351,21 +345,44 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "mark.gpu" not in collection_path.read_text() else None
 
 
+def _share_processors(num_workers: int) -> None:
+    """Give workers few threads: those that wait for theirs in a loop take them from the others.
+
+    NumPy and torch read it when they are imported; child processes inherit it.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # in tests that ask for more threads
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker what its interpreter is: it was started by a launcher (`fork_servers.py`)."""
+    node.workerinput["python"] = sys.executable
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let pass what torch 2.11 says of sparse tensors whose invariants are checked, too.
 
-    One process, of those of a run, starts the fork servers (see `fork_servers.py`), and rewrites
-    assertions before the workers would each do that (`rewritten_tests.py`). Collecting makes
-    hundreds of thousands of objects and next to no cycles: looking for these takes seconds.
+    One process, of those of a run, starts the fork servers (see `fork_servers.py`), which fork the
+    workers as well, and rewrites assertions before these would each do that (`rewritten_tests.py`).
+    Collecting makes hundreds of thousands of objects and next to no cycles: looking for these takes
+    seconds.
     """
     gc.disable()
-    is_worker = hasattr(config, "workerinput")
-    if not is_worker and fork_servers.VARIABLE not in os.environ and sys.platform == "linux":
+    if (worker := getattr(config, "workerinput", None)) is not None:
+        sys.executable = worker["python"]
+    num_workers = getattr(config.option, "numprocesses", None) or 0
+    if num_workers > 1:
+        _share_processors(num_workers)
+    if worker is None and fork_servers.VARIABLE not in os.environ and sys.platform == "linux":
         servers = fork_servers.ForkServers()
         os.environ[fork_servers.VARIABLE] = str(servers.directory)
         config.add_cleanup(servers.close)
-    if not is_worker and getattr(config.option, "numprocesses", None):
-        rewritten_tests.rewrite_all(config, rewritten_tests.list_tests(config))
+    if worker is None and num_workers:
+        python = fork_servers.find_python("libraries")
+        config.option.tx = [f"popen//python={python}"] * num_workers
+        with fork_servers.importing("libraries"):
+            rewritten_tests.rewrite_all(config, rewritten_tests.list_tests(config))
     if fork_servers.VARIABLE in os.environ:  # for processes that a test spawns
         multiprocessing.set_executable(fork_servers.find_python("dynamo"))
     # Threads of the backward pass have no context of their own before their first product.

@@ -115,7 +115,11 @@ def serve(address: str, libraries: list[str]) -> Request:
 
 def import_all(libraries: list[str], environment: dict[str, str]) -> None:
     """Import what all processes share, which reads the number of threads from the environment."""
-    threads = {name: value for name, value in environment.items() if name.endswith("_NUM_THREADS")}
+    threads = {
+        name: value
+        for name, value in environment.items()
+        if name.endswith(("_NUM_THREADS", "_WAIT_POLICY"))
+    }
     os.environ.update(threads)
     shared: dict[str, types.ModuleType] = {}
     atexit.register(leave_out, shared)  # before what the libraries register, and so the last to run

@@ -4,18 +4,20 @@ Importing torch takes two seconds of a processor, Transformers and PEFT six, and
 well over a hundred processes that need them. A test that is about what a program does, and not
 about what a fresh interpreter has imported, starts `find_python("torch")` in place of
 `sys.executable`; "dynamo" where it captures steps or is a rank, "libraries" for Transformers, PEFT
-and PyG. Penstock itself is imported by each process.
+and PyG, as the workers of a run are. Penstock itself is imported by each process.
 Processes that `multiprocessing` spawns for a test are such programs, too (`pytest_configure`).
 A test that is about the end of a process adds `WHOLE_END` to its environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -26,6 +28,7 @@ LIBRARIES = {
     "libraries": [
         *("numpy", "torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"),
         *("accelerate", "lightning", "transformers.trainer", "peft", "torch_geometric.loader"),
+        *("torch._inductor.compile_fx", "torch.testing._internal.common_methods_invocations"),
     ],
 }
 WHOLE_END = {"FORK_SERVERS_END_LIBRARIES": "1"}
@@ -64,6 +67,14 @@ class ForkServers:
         for process in self.processes:
             process.communicate()
         shutil.rmtree(self.directory)
+
+
+@contextlib.contextmanager
+def importing(name: str) -> Iterator[None]:
+    """Let a server import its libraries meanwhile."""
+    process = subprocess.Popen([find_python(name), "-c", ""])
+    yield
+    process.wait()
 
 
 def write_launcher(path: Path, address: Path) -> None:
