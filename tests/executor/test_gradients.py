@@ -167,3 +167,55 @@ def test_a_loss_that_is_not_finite_is_undone_with_clipping_too(store):
         with pytest.raises(NonFiniteLossError):
             step(batch * torch.nan)
         assert differences(before, everything(model, stepper, []), "") == []
+
+
+def signs(model):
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.sign() * 0.1
+
+
+def first_alone(model):
+    for parameter in list(model.parameters())[1:]:
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("change", [signs, first_alone])
+def test_before_step_may_replace_gradients(change, store):
+    case, batches = CASES["mixture"], [CASES["mixture"].batch] * 3
+    ends = []
+    for losses_of in (eager_losses, planned_losses):
+        model, stepper = trainee(case, "sgd")
+        how = {"before_step": lambda model=model: change(model), "accumulate": None}
+        arguments = (batches, *([store] if losses_of is planned_losses else []))
+        torch.manual_seed(1)
+        losses = losses_of(case, model, stepper, *arguments, **how)
+        ends.append(everything(model, stepper, losses))
+    assert differences(*ends, "") == []
+
+
+def test_before_step_without_gradients_is_refused():
+    model, stepper = trainee(CASES["mixture"], "sgd")
+
+    def shrink():
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.9)
+
+    with pytest.raises(CaptureError, match=r"neither looked at a gradient.*between steps"):
+        capture(
+            model, stepper, CASES["mixture"].batch, loss=CASES["mixture"].loss, before_step=shrink
+        )
+
+
+def test_batches_of_a_step_that_was_captured_with_an_expanded_one():
+    model, stepper = trainee(CASES["mixture"], "sgd")
+    arguments = {"loss": lambda output, _: output.square().mean(), "machine": MACHINE}
+    first = torch.randn(1, 8).expand(6, 8)
+    with penstock.fit(
+        model, stepper, first, device_memory="1MiB", time_limit=0.1, cache=False, **arguments
+    ) as step:
+        for batch in (first, torch.randn(1, 8).expand(6, 8), torch.randn(1, 8).repeat(6, 1)):
+            expected = model(batch).square().mean()
+            assert torch.equal(step(batch), expected.detach())
+        for batch in (torch.randn(6, 8), torch.randn(6, 1).expand(6, 8)):
+            with pytest.raises(ValueError, match=r"batch was captured with .*share memory"):
+                step(batch)

@@ -99,6 +99,30 @@ def test_a_model_on_the_meta_device_trains_as_one_in_memory(tier, initialize, st
     assert differences(found, everything(model, stepper, losses), "closed") == []
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "Adadelta"])
+def test_layers_that_were_frozen_before_have_no_state_yet(name, foreach):
+    """As of a head that is trained first: others begin where an ordinary step begins."""
+    options = {"lr": 0.1, "foreach": foreach, **({"momentum": 0.9} if name == "SGD" else {})}
+
+    def half_trained():
+        model, _ = in_memory()
+        stepper = getattr(torch.optim, name)(model.parameters(), **options)
+        model.first.requires_grad_(False)
+        eager_step(model, stepper, CASE)
+        model.first.requires_grad_(True)
+        return model, stepper
+
+    model, stepper = half_trained()
+    assert 0 < len(stepper.state) < len(list(model.parameters()))
+    with bound(model, stepper, "host", None) as step:
+        losses = [step(BATCH) for _ in range(3)]
+    eager, eager_stepper = half_trained()
+    expected = [eager_step(eager, eager_stepper, CASE) for _ in range(3)]
+    found = everything(model, stepper, losses)
+    assert differences(everything(eager, eager_stepper, expected), found, "") == []
+
+
 def test_what_was_nowhere_stays_where_it_came_to_be(store):
     model, stepper = on_meta()
     with bound(model, stepper, "file", store) as step:

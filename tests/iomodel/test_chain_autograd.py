@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
-from penstock.iomodel import plan_chain, run_chain
+from penstock.iomodel import _plan_chain, plan_chain, run_chain
 from penstock.iomodel._row_chunks import reuse_memory
 from penstock.memory import CachingAllocator
 from test_run_chain import compare
@@ -302,3 +304,32 @@ def test_an_interrupted_start_leaves_no_user_of_the_allocator(monkeypatch):
     with pytest.raises(KeyboardInterrupt), reuse_memory(torch.device("cpu")):
         pass
     assert allocator._num_acquired == 0
+
+
+def test_checkpointing_around_a_chain_saves_the_same_in_both_runs():
+    modules, x = [nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)], torch.randn(4096, 32)
+
+    def differentiate(run) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        result = run(leaf)
+        return torch.autograd.grad(result.square().sum(), [leaf, modules[0].weight])
+
+    checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    expected = differentiate(nn.Sequential(*modules))
+    for options in ({}, {"chunk_rows": 64}):
+        found = differentiate(
+            lambda leaf, options=options: checkpoint(
+                functools.partial(run_chain, modules, **options), leaf
+            )
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_chain_is_planned_once():
+    modules, x = [nn.Linear(8, 8), nn.GELU()], torch.randn(100, 8)
+    first = _plan_chain.choose_chain(modules, x)
+    assert _plan_chain.choose_chain(modules, x) is first
+    assert _plan_chain.choose_chain(modules, x[:50]) is not first
+    assert _plan_chain.choose_chain([modules[0], nn.GELU()], x) is not first
+    with torch.no_grad():
+        assert _plan_chain.choose_chain(modules, x) is not first

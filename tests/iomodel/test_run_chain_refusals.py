@@ -121,3 +121,19 @@ def test_labels_that_change_before_the_backward_pass_are_noticed():
     labels.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         found.sum().backward()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_modules_that_mix_rows_are_refused_in_a_single_chunk_of_sequences(dropout, has_gradients):
+    """Each sequence would attend to all others, whose rows it gets beside its own."""
+    encoder = nn.TransformerEncoderLayer(6, 2, 12, dropout=dropout, batch_first=True)
+    x = torch.randn(4, 10, 6)
+    with torch.set_grad_enabled(has_gradients):
+        for options in ({"chunk_rows": 40}, {}):
+            with pytest.raises(ValueError, match="each row alone"):
+                run_chain([nn.Linear(6, 6), encoder], x, **options)
+    state = torch.get_rng_state()
+    expected = nn.Sequential(dropping := nn.Dropout(0.5))(x)
+    torch.set_rng_state(state)
+    assert torch.equal(run_chain([dropping], x, chunk_rows=40), expected)

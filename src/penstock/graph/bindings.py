@@ -61,9 +61,31 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
                 "its shape"
             )
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
-            memory = torch.empty(view.end, dtype=tensor.dtype, device=tensor.device)
-            found[name] = memory.as_strided(view.shape, view.stride, view.offset).copy_(tensor)
+            found[name] = _lay_out(name, tensor, view)
     return add_input_parts(graph, found)
+
+
+def _lay_out(name: str, tensor: torch.Tensor, view: TensorView) -> torch.Tensor:
+    """Return a tensor of the batch with the strides of the captured one.
+
+    Raises:
+        ValueError: Elements shared memory in the captured one, and are different numbers here.
+    """
+    memory = torch.empty(view.end, dtype=tensor.dtype, device=tensor.device)
+    found = memory.as_strided(view.shape, view.stride, view.offset)
+    once = tensor  # each element of memory
+    for dim, stride in enumerate(view.stride):
+        once = once[(slice(None),) * dim + (slice(1),)] if stride == 0 else once
+    # Of other elements that share memory the latest is kept.
+    memory.as_strided(once.shape, view.stride, view.offset).copy_(once)
+    shares = once.shape != tensor.shape or view.end < view.offset + tensor.numel()
+    if shares and not torch.equal(found.nan_to_num(), tensor.nan_to_num()):
+        raise ValueError(
+            f"{name} was captured with the strides {view.stride}, by which elements share memory, "
+            "as expanded tensors do, and they are different numbers now: capture with a batch "
+            "whose tensors are .contiguous()"
+        )
+    return found
 
 
 def _has_other_order(tensor: torch.Tensor, view: TensorView) -> bool:

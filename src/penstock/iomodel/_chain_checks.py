@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dynamo import run_uncompiled
 
 Run = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -38,12 +39,10 @@ def run_some_rows(
         TypeError: The result is no tensor.
         ValueError: The modules would compute something else in chunks.
     """
-    num_rows = min(_NUM_ROWS, len(rows))  # evenly, first and last included
-    at = torch.arange(num_rows, device=rows.device) * (len(rows) - 1) // (num_rows - 1)
-    some, of_some = rows.detach()[at], [each[at] for each in others]
+    some, of_some = _choose_rows(rows, others)
     given = some.clone()  # which a module may change in place
     state, version = random_state(rows.device), _version(given)
-    with refuse_buffer_changes(modules):
+    with refuse_buffer_changes(modules), outside_saving_hooks():
         result = run(given, of_some)
     check_result(modules[-1], result)
     if torch.is_grad_enabled() and _version(given) != version:
@@ -57,9 +56,31 @@ def run_some_rows(
             refuse_random_numbers()
         _check_leaves(result, modules, others)
     result = result.detach()
-    if not is_random:
-        _check_rows(run, result, some, of_some)
+    check = _check_random_rows if is_random else _check_rows
+    check(run, result, some, of_some)
     return result
+
+
+@run_uncompiled(reason="what the rows are decides what is refused")
+def check_some_rows(
+    run: Run, modules: Sequence[Any], rows: Tensor, others: Sequence[Tensor]
+) -> None:
+    """Refuse modules that mix rows, as `run_some_rows` does; no random number counts as drawn."""
+    some, of_some = _choose_rows(rows, others)
+    state = random_state(rows.device)
+    with keep_random_state(rows.device), torch.no_grad(), refuse_buffer_changes(modules):
+        result = run(some.clone(), of_some)
+        check_result(modules[-1], result)
+        is_random = not torch.equal(state, random_state(rows.device))
+        check = _check_random_rows if is_random else _check_rows
+        check(run, result, some, of_some)
+
+
+def _choose_rows(rows: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a few rows, evenly, first and last included."""
+    num_rows = min(_NUM_ROWS, len(rows))
+    at = torch.arange(num_rows, device=rows.device) * (len(rows) - 1) // (num_rows - 1)
+    return rows.detach()[at], [each[at] for each in others]
 
 
 @contextlib.contextmanager
@@ -91,6 +112,11 @@ def random_state(device: torch.device) -> Tensor:
     if device.type != "cuda":
         return state
     return torch.cat([state, torch.cuda.get_rng_state(device)])
+
+
+def keep_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context at whose end random numbers go on as if none had been drawn in it."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def refuse_random_numbers() -> None:
@@ -179,6 +205,25 @@ def _check_rows(run: Run, result: Tensor, some: Tensor, others: Sequence[Tensor]
         is_by_row = len(result) == count and found.shape == expected.shape
         if is_by_row and not _differ(found, expected):
             return
+    _refuse_mixed_rows()
+
+
+def _check_random_rows(run: Run, result: Tensor, some: Tensor, others: Sequence[Tensor]) -> None:
+    """Refuse results of rows that change, by the same random numbers, with the first and last."""
+    if result.dim() == 0:
+        return
+    turned = torch.cat([some[-1:], some[1:-1], some[:1]])
+    with torch.no_grad():
+        found = []
+        for rows in (some, turned):
+            with keep_random_state(some.device):
+                found.append(run(rows.clone(), others))
+    inner, of_turned = (each[1:-1] for each in found)
+    if len(result) != len(some) or _differ(of_turned, inner):
+        _refuse_mixed_rows()
+
+
+def _refuse_mixed_rows() -> None:
     raise ValueError(
         "a module of the chain does not work on each row alone: a row's result depends on the rows "
         "beside it; leave out what reduces, sorts or normalises over rows"

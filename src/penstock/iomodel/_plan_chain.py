@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from penstock._lazy import cached_property
+from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
 from penstock.iomodel._chain import ChainOperator, ChainPlan, Features, chain
-from penstock.iomodel._chain_checks import check_result, refuse_buffer_changes
+from penstock.iomodel._chain_checks import (
+    check_result,
+    keep_random_state,
+    refuse_buffer_changes,
+)
 from penstock.iomodel._feature_blocks import can_run_in_blocks
 from penstock.iomodel._levels import this_machine
 from penstock.iomodel._module_tensors import ModuleTensors
@@ -81,20 +87,35 @@ def plan_chain(
         *row_args: Its other arguments.
         machine: Levels and rates, or the name of a machine; None: those of `penstock.probe`.
     """
-    with keep_random_state(x.device):
+    with keep_random_state(x.device), outside_saving_hooks():
         plan, runs = _choose(modules, x, row_args, machine)
         return runs.time(plan)
 
 
 def choose_chain(modules: Sequence[Module], x: Tensor, *row_args: Tensor) -> ChainPlan:
-    """Return the plan of `plan_chain`, without runs of what it chooses."""
-    with keep_random_state(x.device):
-        return _choose(modules, x, row_args, None)[0]
+    """Return the plan of `plan_chain`, without runs of what it chooses.
+
+    It is that of the earlier call with the same modules, dtype and shapes: to be computed again, a
+    checkpoint has to save what it saved before.
+    """
+    key = (
+        *(x.shape, x.dtype, x.device, x.requires_grad, torch.is_grad_enabled()),
+        torch.get_num_threads(),
+        *(each.training for each in modules if isinstance(each, nn.Module)),
+    )
+    try:
+        known = _plans.setdefault(modules[0], {})
+        used = [weakref.ref(each) for each in modules]
+    except TypeError:  # a callable that has no weak references
+        known, used = {}, []
+    if key not in known or known[key][0] != used:
+        with keep_random_state(x.device), outside_saving_hooks():
+            known[key] = used, _choose(modules, x, row_args, None)[0]
+    return known[key][1]
 
 
-def keep_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context at whose end random numbers go on as if none had been drawn in it."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+# By the first module; of the others, weak references are equal while both live.
+_plans: MutableMapping[Module, dict[Any, tuple[list[Any], ChainPlan]]] = weakref.WeakKeyDictionary()
 
 
 def _choose(

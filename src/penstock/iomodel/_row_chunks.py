@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.compat.autograd import count_node_hooks, will_accumulate
 from penstock.iomodel._chain import REUSED_BYTES
 from penstock.iomodel._chain_checks import (
+    check_some_rows,
     forbid_second_derivative,
     random_state,
     refuse_random_numbers,
@@ -39,16 +40,21 @@ class ChunkedModules:
         chunk_rows: Rows of a chunk.
         others: Arguments of the last module beside its rows, by row.
         accumulates: Whether gradients of weights are added to those that the weights have.
+        are_flat: Whether the rows had further dimensions, so that they are not what modules get
+            that run one after the other: those that mix rows are refused in a single chunk, too.
     """
 
     modules: list[Module]
     chunk_rows: int
     others: list[Tensor]
     accumulates: bool = False
+    are_flat: bool = False
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the result of all rows; whole where that is one chunk."""
         if self.chunk_rows >= len(rows):
+            if self.are_flat and len(rows) > 1:
+                check_some_rows(self.run, self.modules, rows, self.others)
             return self.run(rows, self.others)
         with reuse_memory(rows.device):
             some = run_some_rows(self.run, self.modules, rows, self.others)

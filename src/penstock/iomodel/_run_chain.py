@@ -45,7 +45,8 @@ def run_chain(
         chunk_rows: Rows of a chunk of all modules together; None: as `plan` has it.
         feature_blocks: Blocks of the features between two linear layers, which the modules begin
             and end with, in place of chunks; None: as `plan` has it.
-        plan: What `plan_chain` returned for such modules and rows; None: planned here.
+        plan: What `plan_chain` returned for such modules and rows; None: planned in the first call
+            with these modules, dtype and shape.
         accumulate: Whether `backward()` adds to the weights' `.grad` chunk by chunk, where they
             have one, which takes no memory for a gradient of its own. An exception in the middle
             of the pass leaves a part of them added. Sums over rows, whose gradients are known
@@ -85,7 +86,7 @@ def run_chain(
         # Modules of a plan have other hooks by now, where these do not run in blocks.
         is_blocked = feature_blocks or (blocks > 1 and can_run_in_blocks(chosen))
         in_blocks = blocks if is_blocked else None
-        rows = make_segment(chosen, count, in_blocks, extra, accumulate)(rows)
+        rows = make_segment(chosen, count, in_blocks, extra, accumulate, x.dim() > 2)(rows)
     return rows.reshape(*x.shape[:-1], *rows.shape[1:]) if rows.dim() else rows
 
 

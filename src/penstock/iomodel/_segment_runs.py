@@ -34,6 +34,7 @@ def make_segment(
     feature_blocks: int | None,
     others: Sequence[Tensor],
     accumulates: bool = False,
+    are_flat: bool = False,
 ) -> ChunkedModules | FeatureBlocks:
     """Return modules that run together.
 
@@ -43,12 +44,13 @@ def make_segment(
         feature_blocks: Blocks of the features between two linear layers; None or 0: in chunks.
         others: Arguments of the last module beside its rows, by row.
         accumulates: Whether gradients of weights are added to those that the weights have.
+        are_flat: Whether the rows have had further dimensions.
 
     Raises:
         ValueError: The modules do not run in blocks of features.
     """
     if not feature_blocks:
-        return ChunkedModules(list(modules), chunk_rows, list(others), accumulates)
+        return ChunkedModules(list(modules), chunk_rows, list(others), accumulates, are_flat)
     first, *middle, last = modules if len(modules) > 1 else [*modules, *modules]
     if not can_run_in_blocks(modules) or not is_plain_linear(first) or not is_plain_linear(last):
         names = ", ".join(type(each).__name__ for each in modules)

@@ -81,7 +81,7 @@ class OptimizerCopy:
 
     def step(self) -> None:
         """Record one step; the gradients are in `.grad` of the fake tensors."""
-        first = self._record_first_step()
+        scratches = self._record_first_step()
         self._adopt_state()
         numbers = {key: dict(state) for key, state in self._python_numbers()}
         self._adopt_hyper_parameters()
@@ -94,8 +94,9 @@ class OptimizerCopy:
                 f"{type(self._optimizer).__name__} counts its steps in Python numbers in its "
                 "state, so that no two steps are alike; use an optimizer that keeps tensors there"
             )
-        if first is not None:
-            steady = self._recorder.drafts[start:]
+        if scratches:
+            first, *seconds = scratches
+            steady = seconds[0].drafts if seconds else self._recorder.drafts[start:]
             self._find_initial_state(first, [draft.target for draft in steady])
 
     def _python_numbers(self) -> list[tuple[int, dict[str, Any]]]:
@@ -127,22 +128,34 @@ class OptimizerCopy:
                     "steps, as a scheduler does"
                 )
 
-    def _record_first_step(self) -> Recorder | None:
-        """Let the optimizer make the state that it does not have; None if all state is there."""
-        parameters = [
-            parameter
+    def _record_first_step(self) -> list[Recorder]:
+        """Let the optimizer make the state that it does not have.
+
+        Returns:
+            What it did for the parameters without state: nothing; or the first step, which is to be
+            like the step of all parameters; or, where others have state, the first and the second.
+        """
+        with_gradient = [
+            [each for each in group["params"] if each.grad is not None]
             for group in self._copy.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
         ]
-        before = {id(each): set(self._copy.state.get(each, {})) for each in parameters}
-        if all(before.values()):
-            return None
-        for parameter, state in list(self._copy.state.items()):
-            self._copy.state[parameter] = {
-                key: self._fakes.of(each, "optimizer.state") if torch.is_tensor(each) else each
-                for key, each in state.items()
-            }
+        stateless = [
+            [each for each in some if not self._copy.state.get(each)] for some in with_gradient
+        ]
+        if not any(stateless):
+            return []
+        groups = self._copy.param_groups
+        self._copy.param_groups = [
+            {**group, "params": some} for group, some in zip(groups, stateless, strict=True) if some
+        ]
+        parameters = [each for some in stateless for each in some]
+        scratches = [self._record_scratch_step(parameters)]
+        if len(parameters) < sum(map(len, with_gradient)):
+            scratches.append(self._record_scratch_step(parameters))
+        self._copy.param_groups = groups
+        return scratches
+
+    def _record_scratch_step(self, parameters: list[torch.Tensor]) -> Recorder:
         scratch = Recorder()
         scratch.phase = Phase.OPTIMIZER
         for parameter in parameters:

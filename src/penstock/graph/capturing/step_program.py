@@ -131,6 +131,8 @@ def _run_before_step(
     before_step: Callable[[], object], recorder: Recorder, root: nn.Module
 ) -> None:
     num_drafts = len(recorder.drafts)
+    parameters = [each for each in root.parameters() if each.grad is not None]
+    gradients = [each.grad for each in parameters]
     try:
         before_step()
     except Exception as error:
@@ -138,8 +140,9 @@ def _run_before_step(
         if any(frame.filename.endswith("grad_scaler.py") for frame in frames):
             raise CaptureError(f"before_step: {_SCALER}") from error
         raise
-    gradients = [each.grad for each in root.parameters() if each.grad is not None]
-    storages = {recorder.storages.index_of(gradient) for gradient in gradients}
+    if any(each.grad is not own for each, own in zip(parameters, gradients, strict=True)):
+        return
+    storages = {recorder.storages.index_of(each) for each in gradients if each is not None}
     touched = {
         recorder.storages.storage_of_value[value]
         for draft in recorder.drafts[num_drafts:]
@@ -147,9 +150,9 @@ def _run_before_step(
     }
     if not storages & touched:
         raise CaptureError(
-            "before_step has not looked at any gradient; it has to ask the model for its "
-            "parameters when it is called (model.parameters()), as these are others during a "
-            f"capture. {_SCALER}"
+            "before_step has neither looked at a gradient nor replaced one; it has to ask the "
+            "model for its parameters when it is called (model.parameters()), as these are others "
+            f"during a capture. What changes parameters alone belongs between steps. {_SCALER}"
         )
 
 
