@@ -202,6 +202,27 @@ def test_another_model(change: str, tmp_path: Path):
         make_cache(make_model("qwen3"), prefix=path)
 
 
+def test_another_adapter(tmp_path: Path):
+    """All of a model's adapters are among its parameters, whichever is active."""
+    peft = pytest.importorskip("peft")
+    model, prompt = make_model("llama"), make_prompt(80)
+    settings = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, settings).eval()
+    adapted.add_adapter("second", settings)
+    with make_cache(model) as cache, torch.inference_mode():
+        adapted(**prompt, past_key_values=cache)
+        cache.save(tmp_path / "prefix")
+    make_cache(model, prefix=tmp_path / "prefix").close()
+    with (
+        adapted.disable_adapter(),
+        pytest.raises(PrefixFileError, match=r"self_attn.k_proj were \[\['default'.* are off"),
+    ):
+        make_cache(model, prefix=tmp_path / "prefix")
+    adapted.set_adapter("second")
+    with pytest.raises(PrefixFileError, match=r"here they are \[\['second'"):
+        make_cache(model, prefix=tmp_path / "prefix")
+
+
 def test_files_that_are_no_prefix_of_a_model(tmp_path: Path):
     path, model = tmp_path / "prefix", make_model("llama")
     path.write_text("a text")

@@ -380,3 +380,41 @@ def test_selectors_of_other_caches_and_classes():
                 continue
             with pytest.raises(ValueError, match="make a selector for each cache"):
                 generate(model, prompt, 2, past_key_values=cache)
+
+
+@pytest.mark.parametrize("setting", ["use_cache", "prompt_lookup_num_tokens"])
+def test_a_configuration_that_is_given_by_place(setting: str):
+    model, prompt = make_model("llama"), make_prompt(40, batch_size=1)
+    config = transformers.GenerationConfig(max_new_tokens=4, pad_token_id=0)
+    setattr(config, setting, False if setting == "use_cache" else 4)
+    with make_cache(model, "1MiB") as cache:
+        sequences = generate(model, prompt, 4, past_key_values=cache).sequences
+        with pytest.raises(ValueError, match=setting):
+            model.generate(sequences, config, past_key_values=cache)
+
+
+def test_a_model_without_generate_and_one_that_cannot_be_changed(monkeypatch: pytest.MonkeyPatch):
+    model, prompt = make_model("llama").model, make_prompt(40)
+    with torch.inference_mode():
+        expected = model(**prompt)[0]
+        with make_cache(model) as cache:
+            torch.testing.assert_close(model(**prompt, past_key_values=cache)[0], expected)
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.setattr(type(model), "set_attn_implementation", lambda self, name: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            make_cache(model)
+    monkeypatch.undo()
+    with make_cache(model):
+        assert model.config._attn_implementation == "penstock_kv"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_that_share_a_configuration():
+    one, prompt = make_model("llama"), make_prompt(40)
+    other = type(one)(one.config).eval()
+    expected = generate(other, prompt, 4)
+    with make_cache(other) as cache:
+        make_cache(one).close()
+        assert_same(generate(other, prompt, 4, past_key_values=cache), expected)
+    assert one.config._attn_implementation == "sdpa"

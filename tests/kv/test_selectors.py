@@ -143,7 +143,7 @@ def test_accumulated_follows_the_weights_and_their_age():
     for _ in range(4):
         selector.note(0, torch.full((BATCH, HEADS, 1), 5), torch.full((BATCH, HEADS, 1), 0.5))
     # Block 5: 0.5 (1 + 1/2 + 1/4 + 1/8); block 4: 5/16; block 2: 1/16.
-    (sums,) = selector._sums.read(0, NUM_BLOCKS)
+    (sums,) = selector._summaries.read(0, NUM_BLOCKS)
     assert sums[0, 0].tolist() == [0, 0, 1 / 16, 0, 5 / 16, 0.9375, 0, 0, 0]
     assert select(selector)[0, 0].tolist() == [2, 4, 5, 8]
 

@@ -61,7 +61,7 @@ def attend_pool(
         PenstockError: The pool is closed, or lost tokens.
     """
     pool.check_usable()
-    with pool.platform.use():
+    with pool.lock, pool.platform.use():
         if fresh is None and query.shape[2] <= FEW_TOKENS:
             part = _attend_few(pool, layer, query, rule, visibility, first_token)
         else:

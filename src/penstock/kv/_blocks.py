@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,12 +110,49 @@ class LayerBlocks:
                 "activate_past_recording() before the tokens that are to be taken back"
             )
 
-    def check_reorder(self, chosen: np.ndarray) -> None:
+    def check_reorder(self, layer: int, chosen: np.ndarray) -> None:
         """Raise `IndexError` if a number of a sequence is none."""
         if len(chosen) and not (chosen.min() >= 0 and chosen.max() < self.batch_size):
             raise IndexError(
-                f"index must name sequences of [0, {self.batch_size}); got {chosen.tolist()}"
+                f"index must name sequences of [0, {self.batch_size}) of layer {layer}; got "
+                f"{chosen.tolist()}"
             )
+
+    def find_kept(self, dtype: torch.dtype, blocks: np.ndarray) -> np.ndarray:
+        """Return numbers of blocks, `(B, H, k)`, with -1 for those that were dropped.
+
+        Raises:
+            ValueError: They are no blocks of the layer, or not int64.
+        """
+        own = self.batch_size, self.layout.num_heads
+        low, high = blocks.min(initial=-1), blocks.max(initial=-1)
+        is_shaped = dtype == torch.int64 and blocks.ndim == 3 and blocks.shape[:2] == own
+        if not is_shaped or low < -1 or high >= self.num_blocks:
+            raise ValueError(
+                f"blocks must be int64 ({own[0]}, {own[1]}, k), from -1 to {self.num_blocks - 1}; "
+                f"got {dtype} {blocks.shape}, from {low} to {high}"
+            )
+        if self.num_blocks == 0:
+            return blocks
+        is_kept = self.table[np.arange(own[0])[:, None, None], blocks] >= 0
+        return np.where(is_kept, blocks, -1)
+
+
+def check_index(index: torch.Tensor) -> None:
+    """Raise an error if an index of sequences is not int64 `(any number,)`."""
+    if index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"index must be int64; got {index.dtype}")
+    if index.dim() != 1:
+        raise ValueError(f"index must have one dimension; got {tuple(index.shape)}")
+
+
+def index_repeats(sizes: Iterable[int], repeats: int) -> dict[int, torch.Tensor]:
+    """Return the index that repeats every sequence, by the number of sequences."""
+    if not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(f"repeats must be a whole number from 1 on; got {repeats!r}")
+    return {
+        size: torch.arange(size, device="cpu").repeat_interleave(repeats) for size in set(sizes)
+    }
 
 
 class BlockWrites:

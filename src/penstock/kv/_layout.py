@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 
@@ -92,6 +93,11 @@ class BlockLayout:
                 f"dtype; got {tuple(keys.shape)} {keys.dtype} and {tuple(values.shape)} "
                 f"{values.dtype}"
             )
+        if 0 in (*keys.shape[:2], keys.shape[3], values.shape[3]):
+            raise ValueError(
+                "keys and values must be of at least one sequence and head, and of dim at least 1; "
+                f"got {tuple(keys.shape)} and {tuple(values.shape)}"
+            )
         if keys.dtype not in _DTYPES:
             raise TypeError(f"keys must be one of {_DTYPES}; got {keys.dtype}")
         dims = keys.shape[3], values.shape[3]
@@ -119,8 +125,20 @@ class BlockLayout:
         return keys, values
 
 
-def check_place(device: torch.device, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raise `ValueError` if keys or values are not on the device of their pool."""
+def check_block_tokens(block_tokens: object) -> None:
+    """Raise an error if an argument is no number of tokens of a block."""
+    if not isinstance(block_tokens, int) or isinstance(block_tokens, bool):
+        raise TypeError(f"block_tokens must be a whole number; got {block_tokens!r}")
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens must be at least 1; got {block_tokens}")
+
+
+def check_place(
+    device: torch.device, layer: object, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Raise `ValueError` if keys or values are not for a layer, on the device of their pool."""
+    if not isinstance(layer, Integral) or not 0 <= int(layer) < 2**31:
+        raise ValueError(f"layer must be a whole number from 0 on; got {layer!r}")
     if keys.device != device or values.device != device:
         raise ValueError(
             f"keys and values must be on the pool's device, {device}; got {keys.device} and "

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 from penstock.errors import PenstockError
 from penstock.memory import Uncopied
@@ -15,9 +19,14 @@ class Savable(Uncopied):
 
 
 class Owner(Savable):
-    """Base of objects with threads, which are used in their own process until they are closed."""
+    """Base of objects with threads, which are used in their own process until they are closed.
+
+    Attributes:
+        lock: Held by a thread while it uses the object.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._process = os.getpid()
         self._closed = False
 
@@ -35,3 +44,19 @@ class Owner(Savable):
                 f"this pool belongs to process {self._process}, and this is its fork "
                 f"{os.getpid()}; make one here, with prefix= to begin with its tokens"
             )
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Own = TypeVar("Own", bound=Owner)
+
+
+def one_at_a_time(method: Callable[Concatenate[Own, P], R]) -> Callable[Concatenate[Own, P], R]:
+    """Let a method of an owner wait until no other thread uses the object."""
+
+    @functools.wraps(method)
+    def run(self: Own, *args: P.args, **options: P.kwargs) -> R:
+        with self.lock:
+            return method(self, *args, **options)
+
+    return run

@@ -16,17 +16,17 @@ import numpy as np
 import torch
 
 from penstock.errors import PenstockError, PrefixFileError, StoreReadError
-from penstock.kv._blocks import LayerBlocks
+from penstock.kv._blocks import LayerBlocks, check_index, index_repeats
 from penstock.kv._inputs import Recompute, check_inputs
-from penstock.kv._layout import BlockLayout, KeyShape, check_place
-from penstock.kv._owner import Owner
+from penstock.kv._layout import BlockLayout, KeyShape, check_block_tokens, check_place
+from penstock.kv._owner import Owner, one_at_a_time
 from penstock.kv._platform import make_platform
-from penstock.kv._prefix import save_pool, show_blocks, take_layer
+from penstock.kv._prefix import begin_with, save_pool
 from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._reads import Groups
 from penstock.kv._report import PoolReport
 from penstock.kv._resident import ResidentLayers
-from penstock.kv._selector import name_of, resolve_selector
+from penstock.kv._selector import name_of, resolve_selector, tell
 from penstock.kv._tiers import PoolTiers
 from penstock.memory import FileStore, Ledger, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
@@ -89,10 +89,7 @@ class BlockPool(Owner):
         self.platform = make_platform(device)
         if recompute is not None and self.platform.has_staging:
             raise PenstockError(f"recompute= is for pools on the CPU; leave it out on {device}")
-        if not isinstance(block_tokens, int) or isinstance(block_tokens, bool):
-            raise TypeError(f"block_tokens must be a whole number; got {block_tokens!r}")
-        if block_tokens < 1:
-            raise ValueError(f"block_tokens must be at least 1; got {block_tokens}")
+        check_block_tokens(block_tokens)
         self.block_tokens = block_tokens
         self._selector = resolve_selector(selector)
         self._selected_layers = selected_layers
@@ -104,7 +101,7 @@ class BlockPool(Owner):
         host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
         if prefix is not None and not isinstance(prefix, PrefixFile):
             prefix = PrefixFile(os.fspath(prefix))
-        self._alignment_bytes = 64 if store is None and prefix is None else DIRECT_IO_BYTES
+        self._alignment_bytes = 64 if store is prefix is None else DIRECT_IO_BYTES
         self._make_tiers = functools.partial(
             PoolTiers,
             self.platform,
@@ -122,18 +119,11 @@ class BlockPool(Owner):
         if prefix is not None:
             with contextlib.ExitStack() as stack, self.platform.use():
                 stack.callback(self.close)
-                self._begin_with(prefix)
+                begin_with(self, prefix, self._tiers.pages, self._tiers.lower)
+                self._tiers.device.count_selector(self._selector)
                 stack.pop_all()
 
-    def _begin_with(self, prefix: PrefixFile) -> None:
-        """Take over the layers of a prefix file, of which no record is read for that."""
-        for saved in prefix.layers:
-            prefix.check_block_tokens(saved, self.block_tokens)
-            state = self._make_layer(saved.layer, saved.layout, len(saved.table), None)
-            take_layer(saved, state, self._tiers.pages, self._tiers.lower)
-        show_blocks(self)
-        self._tiers.device.count_selector(self._selector)
-
+    @one_at_a_time
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save all tokens to a file, whose name appears when it is complete, or replace it.
 
@@ -172,6 +162,7 @@ class BlockPool(Owner):
         """Return the number of full blocks of a layer's sequences."""
         return self._layers[layer].num_blocks if layer in self._layers else 0
 
+    @one_at_a_time
     def append(
         self,
         layer: int,
@@ -198,6 +189,7 @@ class BlockPool(Owner):
                 used after that, except for `reset` and `close`.
         """
         self.check_usable()
+        keys, values = keys.detach(), values.detach()
         kept = self._tiers.inputs
         if inputs is not None:
             check_inputs(kept, keys, inputs)
@@ -209,6 +201,7 @@ class BlockPool(Owner):
             if inputs is not None and kept is not None:
                 kept.append(layer, state.table, inputs, num_before)
 
+    @one_at_a_time
     def crop(self, num_tokens: int, layers: list[int] | None = None) -> None:
         """Keep the first tokens of every sequence and forget the others.
 
@@ -220,8 +213,8 @@ class BlockPool(Owner):
             ValueError: The tokens before are not there: the layer keeps a window only.
         """
         self.check_usable()
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must be at least 0; got {num_tokens}")
+        if not isinstance(num_tokens, int) or num_tokens < 0:
+            raise ValueError(f"num_tokens must be a whole number from 0 on; got {num_tokens!r}")
         for layer in self.layers() if layers is None else layers:
             state = self._layers.get(layer)
             if state is not None and num_tokens < state.num_tokens:
@@ -230,6 +223,7 @@ class BlockPool(Owner):
                     self._crop(layer, state, num_tokens)
         self._tell_selector("crop", layers, num_tokens // self.block_tokens)
 
+    @one_at_a_time
     def reorder(self, index: torch.Tensor, layers: list[int] | None = None) -> None:
         """Make sequence i a copy of sequence `index[i]`; full blocks are shared, not copied.
 
@@ -239,40 +233,47 @@ class BlockPool(Owner):
 
         Raises:
             IndexError: There is no such sequence.
+            TypeError, ValueError: The index is none.
+            PenstockError: A user's selector cannot follow a change of some layers.
         """
         self.check_usable()
-        chosen = index.detach().cpu().numpy().astype(np.int64)
-        for layer in self.layers() if layers is None else layers:
-            state = self._layers.get(layer)
-            if state is not None:
-                state.check_reorder(chosen)
-                with self._change():
-                    self._reorder(state, chosen)
-                    if self._tiers.inputs is not None:
-                        self._tiers.inputs.reorder(layer, chosen)
-        self._tell_selector("reorder", layers, index)
+        check_index(index)
+        self._choose(index, [i for i in self.layers() if layers is None or i in layers])
 
+    def _choose(self, index: torch.Tensor, layers: list[int]) -> None:
+        chosen = index.detach().cpu().numpy().astype(np.int64)
+        for layer in layers:
+            self._layers[layer].check_reorder(layer, chosen)
+        self._tell_selector("reorder", layers, index)
+        for layer in layers:
+            with self._change():
+                self._reorder(self._layers[layer], chosen)
+                if self._tiers.inputs is not None:
+                    self._tiers.inputs.reorder(layer, chosen)
+
+    @one_at_a_time
     def repeat(self, repeats: int, layers: list[int] | None = None) -> None:
         """Make every sequence `repeats` sequences, one after the other.
 
         Raises:
-            ValueError: `repeats` is below 1.
+            ValueError: `repeats` is no whole number above 0.
         """
-        if repeats < 1:
-            raise ValueError(f"repeats must be at least 1; got {repeats}")
-        sizes = {self.batch_size(i) for i in self._layers if layers is None or i in layers}
-        if len(sizes) == 1:
-            self.reorder(torch.arange(sizes.pop(), device="cpu").repeat_interleave(repeats), layers)
+        self.check_usable()
+        sizes = {i: self.batch_size(i) for i in self.layers() if layers is None or i in layers}
+        for size, index in index_repeats(sizes.values(), repeats).items():
+            self._choose(index, [layer for layer, each in sizes.items() if each == size])
 
+    @one_at_a_time
     def drop_before(self, layer: int, token: int) -> None:
         """Forget the blocks of a layer that end before a token; their numbers stay taken."""
-        state = self._layers.get(layer)
-        end = 0 if state is None else min(max(0, token // self.block_tokens), state.num_blocks)
+        self.check_usable()
+        state, end = self._layers.get(layer), max(0, token // self.block_tokens)
         if state is not None and (state.table[:, :end] >= 0).any():
             with self._change():
                 self._tiers.release(state.layout, state.table[:, :end])
                 state.table[:, :end] = -1
 
+    @one_at_a_time
     def reset(self, layers: list[int] | None = None) -> None:
         """Forget all tokens.
 
@@ -284,14 +285,13 @@ class BlockPool(Owner):
             if self._failure is not None or self._tiers.lower.failure is not None:
                 self._start_anew()
             self._tiers.device.settle()
+            self._tell_selector("crop", layers, 0)
             for layer in self.layers() if layers is None else layers:
-                state = self._layers.pop(layer, None)
-                if state is not None:
+                if (state := self._layers.pop(layer, None)) is not None:
                     self._tiers.release(state.layout, state.table)
                     self.ledger.add(Tier.DEVICE, -state.tail_bytes)
                     if self._tiers.inputs is not None:
                         self._tiers.inputs.reset(layer)
-            self._tell_selector("crop", layers, 0)
             if not self._layers:
                 self._tiers.device.count_selector(self._selector)
                 self._tiers.device.restart()
@@ -319,6 +319,7 @@ class BlockPool(Owner):
             self.fail(error)
             raise
 
+    @one_at_a_time
     def keys_of(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Return the keys of full blocks, wherever they are.
 
@@ -327,13 +328,20 @@ class BlockPool(Owner):
             blocks: int64 `(B, H, k)` as `select` returns them.
 
         Returns:
-            `(B, H, k, block_tokens, key_dim)`; zeros where `blocks` is -1.
+            `(B, H, k, block_tokens, key_dim)`; zeros where `blocks` is -1, or was dropped.
+
+        Raises:
+            ValueError: They are no blocks of the layer.
         """
-        state, layout = self._layers[layer], self.layout(layer)
-        numbers, shape = self.platform.to_host(blocks), (*blocks.shape, layout.record_items)
+        self.check_usable()
+        if layer not in self._layers:
+            raise ValueError(f"layer must be one of {self.layers()}; got {layer!r}")
+        state, layout = self._layers[layer], self._layers[layer].layout
+        numbers = state.find_kept(blocks.dtype, self.platform.to_host(blocks))
         c, b, h = np.nonzero(numbers.transpose(2, 0, 1) >= 0)  # as they lie in the file
         pages = state.table[b, numbers[b, h, c]]
         with self.platform.use():
+            shape = (*blocks.shape, layout.record_items)
             records = torch.zeros(shape, dtype=layout.dtype, device=self.platform.device)
             places = np.ravel_multi_index((b, h, c), numbers.shape)
             self._copy_records(layer, pages, h, records, places)
@@ -348,9 +356,9 @@ class BlockPool(Owner):
         places: np.ndarray,
     ) -> None:
         """Copy records to places of `to`, numbers of records in it."""
-        num_bytes, base = self.layout(layer).record_bytes, to.data_ptr()
+        num_bytes = self.layout(layer).record_bytes
         for items, addresses in self.stream(layer, pages, heads):
-            self.platform.copy(base + places[items] * num_bytes, addresses, num_bytes)
+            self.platform.copy(to.data_ptr() + places[items] * num_bytes, addresses, num_bytes)
 
     def stream(
         self, layer: int, pages: np.ndarray, heads: np.ndarray, *, is_repeated: bool = False
@@ -391,6 +399,7 @@ class BlockPool(Owner):
             selector=name_of(self._selector), layers=list(self._layers.values())
         )
 
+    @one_at_a_time
     def close(self) -> None:
         """Give back all memory and the file. Further calls do nothing."""
         if not self._closed:
@@ -414,27 +423,26 @@ class BlockPool(Owner):
             ) from failure
 
     def _tell_selector(self, event: str, layers: list[int] | None, value: object) -> None:
-        """Tell the selector of a change of all layers, or of some that it is asked for."""
-        told = layers is None or any(self.selector_of(layer) is not None for layer in layers)
-        if told and hasattr(self._selector, event):
-            with self.platform.use():
-                getattr(self._selector, event)(value)
+        asked = [layer for layer in self._layers if self.selector_of(layer) is not None]
+        with self.platform.use():
+            tell(self._selector, event, value, asked, layers)
 
     def _layer_for(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, inputs: torch.Tensor | None
     ) -> LayerBlocks:
         """Return the blocks of a layer, made where they are not there, for keys that fit them."""
         layout = BlockLayout.of(keys, values, self.block_tokens, self._alignment_bytes)
-        check_place(self.platform.device, keys, values)
+        check_place(self.platform.device, layer, keys, values)
         state = self._layers.get(layer)
         if state is None:
-            return self._make_layer(layer, layout, keys.shape[0], inputs)
+            return self.make_layer(layer, layout, keys.shape[0], inputs)
         state.check_append(layer, layout, keys.shape[0])
         return state
 
-    def _make_layer(
+    def make_layer(
         self, layer: int, layout: BlockLayout, batch_size: int, inputs: torch.Tensor | None
     ) -> LayerBlocks:
+        """Return new blocks of a layer, without tokens."""
         shape = (batch_size, layout.num_heads, layout.record_items)
         with self.platform.use():
             self._tiers.add_layer(layer, layout, inputs)

@@ -12,7 +12,7 @@ import torch
 from penstock.kv._blocks import LayerBlocks
 from penstock.kv._lower import PageTiers
 from penstock.kv._pages import PageTable
-from penstock.kv._prefix_file import PrefixWriter, SavedLayer
+from penstock.kv._prefix_file import PrefixFile, PrefixWriter, SavedLayer
 from penstock.memory import NewFile
 from penstock.memory.pages import DIRECT_IO_BYTES
 
@@ -77,6 +77,15 @@ def _number_pages(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     numbers[np.flatnonzero(is_page)[order]] = np.arange(len(order))
     pages = distinct[is_page][order]
     return pages, np.ascontiguousarray(numbers[place].reshape(table.T.shape).T)
+
+
+def begin_with(pool: _Pool, prefix: PrefixFile, pages: PageTable, lower: PageTiers) -> None:
+    """Take over the layers of a prefix file, of which no record is read for that."""
+    for saved in prefix.layers:
+        prefix.check_block_tokens(saved, pool.block_tokens)
+        state = pool.make_layer(saved.layer, saved.layout, len(saved.table), None)
+        take_layer(saved, state, pages, lower)
+    show_blocks(pool)
 
 
 def take_layer(saved: SavedLayer, state: LayerBlocks, pages: PageTable, lower: PageTiers) -> None:

@@ -92,8 +92,10 @@ def fetch_or_recompute(
         ("block_tokens", block_tokens, 1),
         ("overhead_seconds", overhead_seconds, 0),
     ):
-        if not value >= least:
-            raise ValueError(f"{name} must be at least {least}; got {value}")
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name} must be finite and at least {least}; got {value}")
+        if name.endswith("tokens") and value != int(value):
+            raise ValueError(f"{name} must be a whole number; got {value}")
     if not (math.isfinite(flop_rate) and flop_rate > 0):
         raise ValueError(f"flop_rate must be FLOPs per second above 0; got {flop_rate}")
     times = _Times(

@@ -24,7 +24,8 @@ class Selector(Protocol):
     `(B, H, num_blocks, block_tokens, key_dim)` of blocks that became full;
     `note(layer, blocks, weights)`, called after attention with the blocks that were read
     `(B, H, k)` and their shares of the attention weight, summed over the queries of a head;
-    `reorder(index)` and `crop(num_blocks)`, called when the pool does the same; and `nbytes`,
+    `reorder(index)` and `crop(num_blocks)`, called when the pool does the same, in all layers
+    that the selector is asked for; and `nbytes`,
     the bytes that it keeps, which count against the pool's budget.
 
     Example:
@@ -71,6 +72,16 @@ def resolve_selector(selector: object) -> Selector | None:
         assert isinstance(selector, Selector)
         return selector
     return CheckedSelector(selector)
+
+
+def tell(
+    selector: Any, event: str, value: object, asked: list[int], layers: list[int] | None
+) -> None:
+    """Tell a selector of a change of some layers, or all: of those that it is asked for."""
+    some = asked if layers is None else [layer for layer in asked if layer in layers]
+    if (layers is None or some) and hasattr(selector, event):
+        options = {} if some == asked else {"layers": some}
+        getattr(selector, event)(value, **options)
 
 
 def name_of(selector: Selector | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -88,13 +89,14 @@ def simulate(
     if policy not in _POLICIES:
         raise ValueError(f"policy must be one of {', '.join(map(repr, _POLICIES))}; got {policy!r}")
     num_slots = _count_slots(slots, budget, record_bytes)
-    steps = [np.unique(np.asarray(step, dtype=np.int64)) for step in trace]
+    steps = [np.unique(_as_ids(step)) for step in trace]
     if any(step.size and step[0] < 0 for step in steps):
         raise ValueError("records must be at least 0")
     read = np.unique(np.concatenate(steps)) if steps else np.empty(0, dtype=np.int64)
     # Dense numbers: the tables of the policies are as long as the largest.
     steps = [np.searchsorted(read, step) for step in steps]
-    num_hits, num_admitted = _POLICIES[policy](steps, num_slots, len(read), half_life)
+    few_slots = min(num_slots, len(read))  # tables are as long as the slots
+    num_hits, num_admitted = _POLICIES[policy](steps, few_slots, len(read), half_life)
     num_reads = sum(len(step) for step in steps)
     return SimulationReport(
         policy=policy,
@@ -111,16 +113,23 @@ def simulate(
     )
 
 
+def _as_ids(step: ArrayLike) -> Ids:
+    ids = np.asarray(step)
+    if ids.size and not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"a step must be whole numbers of records; got {ids.dtype}: {ids[:5]}")
+    return ids.astype(np.int64)
+
+
 def _count_slots(slots: int | None, budget: int | str | None, record_bytes: int) -> int:
-    if record_bytes < 1:
-        raise ValueError(f"record_bytes must be at least 1; got {record_bytes}")
+    if not isinstance(record_bytes, Integral) or record_bytes < 1:
+        raise ValueError(f"record_bytes must be a whole number from 1 on; got {record_bytes}")
     if slots is None and budget is not None:
         return parse_bytes(budget, name="budget") // record_bytes
     if slots is None or budget is not None:
         raise ValueError(f"give one of slots and budget; got slots={slots!r}, budget={budget!r}")
-    if slots < 0:
-        raise ValueError(f"slots must be at least 0; got {slots}")
-    return slots
+    if not isinstance(slots, Integral) or slots < 0:
+        raise ValueError(f"slots must be a whole number from 0 on; got {slots}")
+    return int(slots)
 
 
 def _run_residency(

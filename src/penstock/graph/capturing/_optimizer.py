@@ -159,6 +159,7 @@ class OptimizerCopy:
         scratch = Recorder()
         scratch.phase = Phase.OPTIMIZER
         for parameter in parameters:
+            assert parameter.grad is not None
             scratch.adopt(parameter, "parameter", Kind.PARAMETER)
             scratch.adopt(parameter.grad, "gradient", Kind.GRADIENT)
             for tensor in self._copy.state.get(parameter, {}).values():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from numbers import Integral
 from typing import Protocol
 
 from torch import Tensor
@@ -51,6 +52,10 @@ class BudgetSelector:
             raise ValueError(
                 f"give one of num_blocks and share; got num_blocks={num_blocks}, share={share}"
             )
+        counts = {"num_blocks": num_blocks, "num_sinks": num_sinks, "num_recent": num_recent}
+        for name, count in counts.items():
+            if count is not None and not isinstance(count, Integral):
+                raise TypeError(f"{name} must be a whole number; got {count!r}")
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"share must be above 0 and at most 1; got {share}")
         if num_sinks < 0 or num_recent < 0:
@@ -67,11 +72,12 @@ class BudgetSelector:
         self._num_sinks = num_sinks
         self._num_recent = num_recent
         self._num_heads: dict[int, int] = {}  # KV heads by layer
+        self._summaries = BlockSummaries()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the selector keeps on the device."""
-        return 0
+        """Bytes of the summaries of blocks on the device, with room for growth."""
+        return self._summaries.nbytes
 
     def observe(self, layer: int, first_block: int, keys: Tensor) -> None:
         """Take the keys of blocks that became full.
@@ -83,11 +89,13 @@ class BudgetSelector:
         """
         self._num_heads[layer] = keys.shape[1]
 
-    def reorder(self, index: Tensor) -> None:
-        """Make sequence i the copy of what was `index[i]`, int64 `(B,)`."""
+    def reorder(self, index: Tensor, layers: Collection[int] | None = None) -> None:
+        """Make sequence i the copy of what was `index[i]`, int64 `(B,)`; None: in all layers."""
+        self._summaries.reorder(index, layers)
 
-    def crop(self, num_blocks: int) -> None:
-        """Forget all but the first `num_blocks` blocks."""
+    def crop(self, num_blocks: int, layers: Collection[int] | None = None) -> None:
+        """Forget all but the first `num_blocks` blocks; None: of all layers."""
+        self._summaries.crop(num_blocks, layers)
 
     def select(self, query: Tensor, layer: int, pool: BlockCounts) -> Tensor | None:
         """Return the blocks to read.
@@ -204,15 +212,16 @@ class BlockSummaries:
             )
         return [part[:, :, :total] for part in self._room[layer]]
 
-    def reorder(self, index: Tensor) -> None:
-        """Select sequences of all layers, int64 `(B,)`."""
-        self._room = {
-            layer: [part.index_select(0, index.to(part.device)) for part in parts]
-            for layer, parts in self._room.items()
-        }
+    def reorder(self, index: Tensor, layers: Collection[int] | None) -> None:
+        """Select sequences of some layers, or all, int64 `(B,)`."""
+        for layer, parts in self._room.items():
+            if layers is None or layer in layers:
+                self._room[layer] = [part.index_select(0, index.to(part.device)) for part in parts]
 
-    def crop(self, num_blocks: int) -> None:
-        """Forget all but the first blocks of all layers."""
-        if num_blocks == 0:  # what comes next may be another number of sequences
-            self._room.clear()
-        self._count = {layer: min(count, num_blocks) for layer, count in self._count.items()}
+    def crop(self, num_blocks: int, layers: Collection[int] | None) -> None:
+        """Forget all but the first blocks of some layers, or all."""
+        for layer in list(self._room) if layers is None else layers:
+            if num_blocks == 0:  # what comes next may be another number of sequences
+                self._room.pop(layer, None)
+            if layer in self._count:
+                self._count[layer] = min(self._count[layer], num_blocks)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.errors import PenstockError
 from penstock.kv.selectors._budget import BlockCounts
 
 
@@ -64,11 +65,20 @@ class CheckedSelector:
         self._num_heads[layer] = keys.shape[1]
         self._forward("observe", layer, first_block, keys)
 
-    def reorder(self, index: Tensor) -> None:
-        """Hand on the new order of the sequences, int64 `(B,)`."""
+    def reorder(self, index: Tensor, layers: Collection[int] | None = None) -> None:
+        """Hand on the new order of the sequences, int64 `(B,)`.
+
+        Raises:
+            PenstockError: It is that of some layers only, which the user's method is not told.
+        """
+        if layers is not None and hasattr(self._selector, "reorder"):
+            raise PenstockError(
+                f"reorder of layers {sorted(layers)} alone: selector {self._name!r} follows one of "
+                "all its layers; reorder them in one call"
+            )
         self._forward("reorder", index)
 
-    def crop(self, num_blocks: int) -> None:
+    def crop(self, num_blocks: int, layers: Collection[int] | None = None) -> None:
         """Hand on the number of blocks that are left."""
         self._forward("crop", num_blocks)
 

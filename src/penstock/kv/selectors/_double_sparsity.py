@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.kv.selectors._budget import BlockSummaries, BudgetSelector, split_heads
+from penstock.kv.selectors._budget import BudgetSelector, split_heads
 from penstock.kv.selectors._packing import best_weights, pack
 
 
@@ -119,18 +119,22 @@ class DoubleSparsity(BudgetSelector):
                     f"channels[{layer}] must be int64 (H, r); got {chosen.dtype} "
                     f"{tuple(chosen.shape)}"
                 )
+            if not chosen.numel() or bool(chosen.min() < 0):
+                raise ValueError(
+                    f"channels[{layer}] must be numbers of channels from 0 on, at least one of "
+                    f"each KV head; got {tuple(chosen.shape)}: {chosen.tolist()}"
+                )
             if bits == 4 and chosen.shape[1] % 2:
                 raise ValueError(f"with bits=4 r must be even; got {chosen.shape[1]} channels")
         self._channels = list(channels)
         self._reduce = reduce
         self._bits = bits
         self._scale = scale
-        self._labels = BlockSummaries()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the labels on the device, with room for growth, and of the channel numbers."""
-        return self._labels.nbytes + sum(chosen.nbytes for chosen in self._channels)
+        return super().nbytes + sum(chosen.nbytes for chosen in self._channels)
 
     def observe(self, layer: int, first_block: int, keys: Tensor) -> None:
         """Keep the labels of new blocks; arguments as of `BudgetSelector.observe`."""
@@ -143,22 +147,19 @@ class DoubleSparsity(BudgetSelector):
                 f"layer {layer}: channels are of {channels.shape[0]} KV heads, keys of "
                 f"{keys.shape[1]}"
             )
+        if bool(channels.max() >= keys.shape[4]):
+            raise ValueError(
+                f"layer {layer}: channel {int(channels.max())} is calibrated, of keys of "
+                f"{keys.shape[4]} channels"
+            )
         index = channels[None, :, None, None].expand(*keys.shape[:4], -1)
         labels = keys.gather(4, index)
-        self._labels.append(layer, first_block, pack(labels, self._bits))
-
-    def reorder(self, index: Tensor) -> None:
-        """Follow the beams; see `BudgetSelector.reorder`."""
-        self._labels.reorder(index)
-
-    def crop(self, num_blocks: int) -> None:
-        """Forget later blocks; see `BudgetSelector.crop`."""
-        self._labels.crop(num_blocks)
+        self._summaries.append(layer, first_block, pack(labels, self._bits))
 
     def _scores(self, query: Tensor, layer: int, total: int) -> Tensor:
         channels = self._channels[layer].to(query.device)
         rows = split_heads(query, channels.shape[0])
         index = channels[None, :, None].expand(rows.shape[0], -1, rows.shape[2], -1)
         scale = query.shape[-1] ** -0.5 if self._scale is None else self._scale
-        weights = best_weights(rows.gather(3, index) * scale, self._labels.read(layer, total))
+        weights = best_weights(rows.gather(3, index) * scale, self._summaries.read(layer, total))
         return weights.sum(dim=2) if self._reduce == "sum" else weights.amax(dim=2)

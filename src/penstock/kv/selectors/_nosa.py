@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from penstock.kv.selectors._budget import (
     BlockCounts,
-    BlockSummaries,
     BudgetSelector,
     split_heads,
     top_blocks,
@@ -89,13 +88,7 @@ class Nosa(BudgetSelector):
         self._bits = bits
         self._scale = scale
         self._score = score
-        # Scores (B, H, N), and means (B, H, N, T / pool_tokens, d) as `pack` makes them
-        self._summaries = BlockSummaries()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the means and scores on the device, with room for growth."""
-        return self._summaries.nbytes
+        # Summaries: scores (B, H, N), and means (B, H, N, T / pool_tokens, d) as `pack` makes them
 
     def observe(self, layer: int, first_block: int, keys: Tensor) -> None:
         """Keep means and scores of new blocks; arguments as of `BudgetSelector.observe`."""
@@ -119,14 +112,6 @@ class Nosa(BudgetSelector):
                     f"{tuple(scores.shape)}"
                 )
         self._summaries.append(layer, first_block, [scores.float(), *parts])
-
-    def reorder(self, index: Tensor) -> None:
-        """Follow the beams; see `BudgetSelector.reorder`."""
-        self._summaries.reorder(index)
-
-    def crop(self, num_blocks: int) -> None:
-        """Forget later blocks; see `BudgetSelector.crop`."""
-        self._summaries.crop(num_blocks)
 
     def select(self, query: Tensor, layer: int, pool: BlockCounts) -> Tensor | None:
         """Return the blocks to read; see `BudgetSelector.select`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kv.selectors._budget import BlockSummaries, BudgetSelector
+from penstock.kv.selectors._budget import BudgetSelector
 
 
 class Window(BudgetSelector):
@@ -74,19 +74,13 @@ class Accumulated(BudgetSelector):
         )
         if not half_life > 0:
             raise ValueError(f"half_life must be above 0 steps; got {half_life}")
-        self._keep = 0.5 ** (1 / half_life)
-        self._sums = BlockSummaries()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums: 4 per block, KV head, sequence and layer, with room for growth."""
-        return self._sums.nbytes
+        self._keep = 0.5 ** (1 / half_life)  # summaries: sums of weights (B, H, N)
 
     def observe(self, layer: int, first_block: int, keys: Tensor) -> None:
         """Begin the sums of new blocks at 0; arguments as of `BudgetSelector.observe`."""
         super().observe(layer, first_block, keys)
         zeros = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        self._sums.append(layer, first_block, [zeros])
+        self._summaries.append(layer, first_block, [zeros])
 
     def note(self, layer: int, blocks: Tensor, weights: Tensor) -> None:
         """Add the attention weights of a step.
@@ -97,18 +91,10 @@ class Accumulated(BudgetSelector):
             weights: Share of the softmax weights that fell on each, summed over the group's queries
                 and the block's tokens, float32 `(B, H, k)`.
         """
-        (sums,) = self._sums.read(layer, self._sums.count(layer))
+        (sums,) = self._summaries.read(layer, self._summaries.count(layer))
         sums.mul_(self._keep)
         weights = weights.to(sums.dtype).masked_fill(blocks < 0, 0)
         sums.scatter_add_(2, blocks.clamp(min=0), weights)
 
-    def reorder(self, index: Tensor) -> None:
-        """Follow the beams; see `BudgetSelector.reorder`."""
-        self._sums.reorder(index)
-
-    def crop(self, num_blocks: int) -> None:
-        """Forget later blocks; see `BudgetSelector.crop`."""
-        self._sums.crop(num_blocks)
-
     def _scores(self, query: Tensor, layer: int, total: int) -> Tensor:
-        return self._sums.read(layer, total)[0]
+        return self._summaries.read(layer, total)[0]

@@ -243,6 +243,7 @@ class PooledLayer(CacheLayerMixin):
             keep_from = 0 if self.record_past else keep_from
             self.pool.append(self.index, *pending, keep_from=keep_from, inputs=inputs)
 
+    @run_uncompiled(reason="penstock.kv keeps keys and values outside of graphs")
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next call's mask covers, and the token of the first."""
         past = self.get_seq_length()
@@ -251,6 +252,7 @@ class PooledLayer(CacheLayerMixin):
         start = max(past - self.sliding_window + 1, 0)
         return past + query_length - start, start
 
+    @run_uncompiled(reason="penstock.kv keeps keys and values outside of graphs")
     def get_seq_length(self) -> int:
         """Return the number of tokens of a sequence, those that left the window included."""
         pending = 0 if self._pending is None else self._pending[0].shape[2]

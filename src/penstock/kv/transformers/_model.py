@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,10 @@ _PREPARE = "_prepare_cache_for_generation"  # a method of `generate`, which some
 
 @dataclass
 class _Installation:
-    """Caches of one model, the implementations that its configurations had before, and hooks."""
+    """Caches of one model, the configurations that it changed, and hooks."""
 
     num_caches: int = 0
-    before: list[tuple[Any, str | None]] = field(default_factory=list)
+    configs: list[Any] = field(default_factory=list)
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
 
@@ -38,30 +39,70 @@ _installations: weakref.WeakKeyDictionary[PreTrainedModel, _Installation] = (
 )
 
 
+@dataclass
+class _ConfigInUse:
+    """A configuration, what it had before, and the number of models with it that have caches."""
+
+    config: weakref.ref[Any]
+    before: str | None
+    num_models: int = 0
+
+
+_in_use: dict[int, _ConfigInUse] = {}  # by identity: models may share a configuration
+_lock = threading.RLock()  # of both
+
+
 def install(model: PreTrainedModel) -> None:
     """Give a model Penstock's attention, for one cache more."""
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attend_interface)
     ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, make_range_mask)
-    installation = _installations.setdefault(model, _Installation())
-    if installation.num_caches == 0:
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-        for config in [model.config, *configs.values()]:
-            for name in getattr(config, "sub_configs", {}):
-                below = getattr(config, name, None)
-                if below is not None:
-                    configs.setdefault(id(below), below)
-        installation.before = [
-            (config, getattr(config, "_attn_implementation_internal", None))
-            for config in configs.values()
-        ]
-        model.set_attn_implementation(IMPLEMENTATION)
-        watch_calls(model)
-        installation.hooks = [
-            module.register_forward_pre_hook(_check_outputs, with_kwargs=True)
-            for module in model.modules()
-            if isinstance(module, PreTrainedModel)
-        ]
-    installation.num_caches += 1
+    with _lock:
+        installation = _installations.setdefault(model, _Installation())
+        installation.num_caches += 1
+        if installation.num_caches > 1:
+            return
+        try:
+            _begin(model, installation)
+        except BaseException:
+            _end(model, installation)
+            installation.num_caches -= 1
+            raise
+
+
+def _begin(model: PreTrainedModel, installation: _Installation) -> None:
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in [model.config, *configs.values()]:
+        for name in getattr(config, "sub_configs", {}):
+            below = getattr(config, name, None)
+            if below is not None:
+                configs.setdefault(id(below), below)
+    for key, config in configs.items():
+        used = _in_use.get(key)
+        if used is None or used.config() is not config:
+            before = getattr(config, "_attn_implementation_internal", None)
+            used = _in_use[key] = _ConfigInUse(weakref.ref(config), before)
+        used.num_models += 1
+        installation.configs.append(config)
+    model.set_attn_implementation(IMPLEMENTATION)
+    watch_calls(model)
+    installation.hooks = [
+        module.register_forward_pre_hook(_check_outputs, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+    ]
+
+
+def _end(model: PreTrainedModel, installation: _Installation) -> None:
+    configs, installation.configs = installation.configs, []
+    for config in configs:
+        used = _in_use[id(config)]
+        used.num_models -= 1
+        if used.num_models == 0:
+            config._attn_implementation_internal = used.before
+            del _in_use[id(config)]
+    unwatch_calls(model)
+    for hook in installation.hooks:
+        hook.remove()
 
 
 def _check_outputs(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -78,16 +119,15 @@ def restore(
     for hook in hooks:
         hook.remove()
     model = reference()
-    installation = None if model is None else _installations.get(model)
-    if installation is None:
+    if model is None:
         return
-    installation.num_caches -= 1
-    if installation.num_caches == 0 and model is not None:
-        for config, before in installation.before:
-            config._attn_implementation_internal = before
-        unwatch_calls(model)
-        for hook in installation.hooks:
-            hook.remove()
+    with _lock:
+        installation = _installations.get(model)
+        if installation is None or installation.num_caches == 0:  # it could not be installed
+            return
+        installation.num_caches -= 1
+        if installation.num_caches == 0:
+            _end(model, installation)
 
 
 def check_supported(model: object) -> None:

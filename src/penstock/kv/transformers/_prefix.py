@@ -9,6 +9,7 @@ tokens in its cache that the caller never got, so that the cache is not used any
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import types
@@ -58,8 +59,8 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Return all that keys and values depend on beside the tokens, as JSON has it.
 
     Returns:
-        The model's class, the version of Transformers, the configuration's entries by path, and per
-        parameter and buffer dtype, shape and CRC-32 of its bytes.
+        The model's class, the version of Transformers, the configuration's entries by path, PEFT's
+        adapters that are active, and per parameter and buffer dtype, shape and CRC-32 of its bytes.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with WorkerThreads(os.cpu_count() or 1, thread_name_prefix="penstock-kv") as threads:
@@ -69,8 +70,20 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         "class": type(model).__name__,
         "transformers": transformers.__version__,
         "config": dict(_flatten(config, "")),
+        "adapters": _describe_adapters(model),
         "tensors": dict(zip(tensors, described, strict=True)),
     }
+
+
+def _describe_adapters(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the active adapters of PEFT's layers, by name, with their scales."""
+    found = {}
+    for name, module in model.named_modules():
+        active = getattr(module, "active_adapters", None)
+        if isinstance(active, list) and not getattr(module, "disable_adapters", False):
+            scales = getattr(module, "scaling", {})
+            found[name] = [[each, str(scales.get(each))] for each in active]
+    return found
 
 
 def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
@@ -115,6 +128,13 @@ def _difference(own: dict[str, Any], saved: dict[str, Any]) -> str | None:
         theirs, ours = (each["config"].get(name, "nothing") for each in (saved, own))
         if theirs != ours:
             return f"its configuration had {name}={theirs!r}, and here it is {ours!r}"
+    theirs, ours = (each.get("adapters", {}) for each in (saved, own))
+    for name in {**theirs, **ours}:
+        if theirs.get(name) != ours.get(name):
+            return (
+                f"the adapters of {name} were {theirs.get(name, 'off')}, and here they are "
+                f"{ours.get(name, 'off')}"
+            )
     for name in {**saved["tensors"], **own["tensors"]}:
         theirs, ours = (each["tensors"].get(name, ["no tensor", [], 0]) for each in (saved, own))
         if theirs[:2] != ours[:2]:
@@ -211,17 +231,16 @@ def watch_calls(model: PreTrainedModel) -> None:
 
     Only the object is changed, not its class; `unwatch_calls` takes it back.
     """
-    if "generate" in model.__dict__:
+    inner: Any = getattr(type(model), "generate", None)
+    if "generate" in model.__dict__ or inner is None:
         return
-    model_class: Any = type(model)
-    inner: Any = model_class.generate
 
     @functools.wraps(inner)
     def generate(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
         cache: Any = options.get("past_key_values")
         if not hasattr(cache, "check_prompt"):
             return inner(self, *args, **options)
-        _check_call(self, cache, args, options)
+        _check_call(self, cache, _name_arguments(inner, self, args, options))
         length = cache.get_seq_length()
         try:
             result = inner(self, *args, **options)
@@ -236,26 +255,38 @@ def watch_calls(model: PreTrainedModel) -> None:
     model.__dict__["generate"] = types.MethodType(generate, model)
 
 
-def _check_call(
-    model: PreTrainedModel, cache: Any, args: tuple[Any, ...], options: dict[str, Any]
-) -> None:
-    given: Any = options.get("generation_config") or model.generation_config
-    if options.get("use_cache", getattr(given, "use_cache", None)) is False:
+def _name_arguments(
+    inner: Any, model: PreTrainedModel, args: tuple[Any, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return all arguments of a call of `generate` by name, those that are given by place, too."""
+    signature = inspect.signature(inner)
+    try:
+        named = dict(signature.bind_partial(model, *args, **options).arguments)
+    except TypeError:  # which the call raises itself
+        return options
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
+
+
+def _check_call(model: PreTrainedModel, cache: Any, named: dict[str, Any]) -> None:
+    given: Any = named.get("generation_config") or model.generation_config
+    if named.get("use_cache", getattr(given, "use_cache", None)) is False:
         raise ValueError(
             "use_cache=False: every step would add all tokens to past_key_values again; leave one "
             "of them out"
         )
-    refuse_weights(options.get("output_attentions", getattr(given, "output_attentions", None)))
-    _check_assistance(cache, given, options)
-    mask = options.get("attention_mask")
+    refuse_weights(named.get("output_attentions", getattr(given, "output_attentions", None)))
+    _check_assistance(cache, given, named)
+    mask = named.get("attention_mask")
     if model.config.is_encoder_decoder:
-        own_mask = options.get("decoder_attention_mask")
-        cache.check_prompt(options.get("decoder_input_ids"), mask, own_mask)
-        cache.check_encoder_inputs(*_describe_encoder_inputs(args, options))
-    elif options.get("inputs_embeds") is None:
-        cache.check_prompt(
-            options.get("input_ids", args[0] if args else options.get("inputs")), mask
-        )
+        own_mask = named.get("decoder_attention_mask")
+        cache.check_prompt(named.get("decoder_input_ids"), mask, own_mask)
+        cache.check_encoder_inputs(*_describe_encoder_inputs(named))
+    elif named.get("inputs_embeds") is None:
+        tokens = [named.get(name) for name in ("input_ids", "inputs")]
+        cache.check_prompt(next((each for each in tokens if each is not None), None), mask)
 
 
 def refuse_weights(asked: object) -> None:
@@ -303,15 +334,12 @@ def _check_arrival(
         )
 
 
-def _describe_encoder_inputs(
-    args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[str, list[Any] | None]:
+def _describe_encoder_inputs(options: dict[str, Any]) -> tuple[str, list[Any] | None]:
     """Return name, and dtype, shape and CRC-32, of what an encoder reads in a call; or None."""
     outputs = options.get("encoder_outputs")
-    named = {"encoder_outputs": None if outputs is None else outputs[0]}
-    named |= {name: options.get(name) for name in _ENCODER_INPUTS}
-    named |= {"inputs": args[0]} if args else {}
-    for name, given in named.items():
+    read = {"encoder_outputs": None if outputs is None else outputs[0]}
+    read |= {name: options.get(name) for name in _ENCODER_INPUTS}
+    for name, given in read.items():
         if isinstance(given, torch.Tensor):
             return name, _describe_tensor(given)
     return "", None
