@@ -10,13 +10,13 @@ from typing import Any
 
 from penstock.errors import PlanError
 from penstock.graph.executable import unplaced_bytes
-from penstock.graph.step_graph import Kind, Operator, TensorView, map_views, views_in
+from penstock.graph.step_graph import Kind, Operator, TensorView, map_views
 from penstock.partitioner._mesh import PARTIAL, REPLICATED, Mesh, Placement
 from penstock.partitioner._pieces import StoragePiece, find_region, split_into_digits
 from penstock.partitioner._rank_builder import COPY
 from penstock.partitioner._rank_storages import RankStorages
 from penstock.partitioner._split import made_placement, needed_placement
-from penstock.partitioner.axes import AxisRule, OperatorAxes, Use, find_rule
+from penstock.partitioner.axes import AxisRule, OperatorAxes, Use, find_rule, mark_writes
 
 
 class OperatorCall:
@@ -48,7 +48,8 @@ class OperatorCall:
         self._fetched: dict[Any, StoragePiece] = {}
         self._made: list[tuple[Use, TensorView, StoragePiece]] = []
         self._old = {new: old for old, new in operator.mutates}
-        self._changed = {old for old, _ in operator.mutates}
+        self._marked = mark_writes(operator)
+        self._writes = iter([is_written for _, is_written in self._marked])
         self._given: dict[int, StoragePiece] = {}
         self._is_added_up = False
 
@@ -85,24 +86,30 @@ class OperatorCall:
 
     def _operand(self, view: TensorView) -> TensorView:
         use, labels = next(self._inputs), next(self._labels, ())
-        return self.fetch_view(view, use, labels, needed_placement(use, self.split))
-
-    def fetch_view(
-        self, view: TensorView, use: Use, labels: tuple[str, ...], need: Placement
-    ) -> TensorView:
-        """Return an operand in a placement."""
-        piece = self.fetch(view, use, need)
+        need = needed_placement(use, self.split)
+        piece = self._fetch(view, use, need)
+        is_written = next(self._writes)
+        if is_written:
+            piece = self._own_piece(view, piece)
         shape = self.local_shape(view, labels)
         found = None
         if piece.is_in_order:  # kernels may ask for a dense last dimension
             found = self.writer.view(view, use.storage, piece, shape)
         if found is None:
             piece = self.builder.compact(piece)
-            self._fetched[view.value, need, self._region(view, use)] = piece
             found = self.writer.view(view, use.storage, piece, shape)
         if found is None:
             raise self.refuse(f"its operand of shape {view.shape} is no view of a piece")
+        self._fetched[view.value, need, self._region(view, use)] = piece
+        if is_written and self._given.setdefault(view.value, piece) != piece:
+            raise self.refuse("it writes into two parts of a storage")
         return found
+
+    def _own_piece(self, view: TensorView, piece: StoragePiece) -> StoragePiece:
+        """Return a piece to write into: a copy, where it would change what rests otherwise."""
+        rest = self.writer.pieces[view.value]
+        is_rest = piece.value == rest.value and piece.placement != rest.placement
+        return self.builder.compact(piece, own=True) if is_rest else piece
 
     def _region(self, view: TensorView, use: Use) -> tuple[tuple[int, int], ...]:
         cuts = self.writer.axes.cuts[use.storage]
@@ -111,21 +118,15 @@ class OperatorCall:
         blocked = frozenset(a for a in use.blocked if a < len(cuts) - 1)
         return find_region(view, cuts, blocked)
 
-    def fetch(self, view: TensorView, use: Use, need: Placement) -> StoragePiece:
+    def _fetch(self, view: TensorView, use: Use, need: Placement) -> StoragePiece:
         """Return a piece of an operand in a placement, once for equal ones."""
         region = self._region(view, use)
         key = view.value, need, region
         if key in self._fetched:
             return self._fetched[key]
-        rest = self.writer.pieces[view.value]
-        extents = self.writer.extents(use.storage)
-        piece = rest
-        if rest.placement != need:
-            piece = self.move_region(rest, need, extents, region)
-        if view.value in self._changed:
-            if piece.value == rest.value and piece.placement != rest.placement:
-                piece = self.builder.compact(piece, own=True)
-            self._given[view.value] = piece
+        piece = self.writer.pieces[view.value]
+        if piece.placement != need:
+            piece = self.move_region(piece, need, self.writer.extents(use.storage), region)
         self._fetched[key] = piece
         return piece
 
@@ -182,8 +183,9 @@ class OperatorCall:
                 if self.writer.graph.storage_of_value[old] == use.storage
                 and new not in {view.value for _, view, _ in self._made}
             )
-            views = views_in([self.operator.args, dict(self.operator.kwargs)])
-            view = next(view for view in views if view.value == old)
+            view = next(
+                view for view, is_written in self._marked if is_written and view.value == old
+            )
             self._declare(view._replace(value=new), use, next(labels, ()))
         return tuple(outputs)
 

@@ -3,6 +3,7 @@
 from penstock.partitioner.axes._axes import GraphAxes, OperatorAxes, Use, find_axes
 from penstock.partitioner.axes._rules import AxisRule, LabelledView, find_rule
 from penstock.partitioner.axes._table import is_heavy
+from penstock.partitioner.axes._writes import mark_writes
 
 __all__ = [
     "AxisRule",
@@ -13,4 +14,5 @@ __all__ = [
     "find_axes",
     "find_rule",
     "is_heavy",
+    "mark_writes",
 ]

@@ -25,6 +25,7 @@ from penstock.graph.encoding import dtype_from_name
 from penstock.graph.step_graph import Operator, StepGraph, TensorView, views_in
 from penstock.partitioner.axes._rules import AxisRule, LabelledView, find_rule
 from penstock.partitioner.axes._table import WHOLE
+from penstock.partitioner.axes._writes import mark_writes
 
 _MAX_PASSES = 6  # over all operators; cuts spread along whole chains in one or two
 
@@ -246,8 +247,13 @@ def _whole_rule(operator: Operator) -> AxisRule:
     def whole(view: TensorView) -> LabelledView:
         return LabelledView(view, (WHOLE,) * len(view.shape))
 
-    views = views_in([operator.args, dict(operator.kwargs)])
+    marked = mark_writes(operator)
+    written = {view.value: view for view, is_written in reversed(marked) if is_written}
     made = [view for view in operator.outputs if view is not None]
+    for old, new in operator.mutates:  # lists of a foreach optimizer are no results
+        if old in written and new not in {view.value for view in made}:
+            made.append(written[old]._replace(value=new))
+    views = (view for view, _ in marked)
     return AxisRule(inputs=tuple(map(whole, views)), outputs=tuple(map(whole, made)))
 
 

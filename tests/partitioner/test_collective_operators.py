@@ -1,0 +1,86 @@
+"""Operators that are written out for ranks: a split step is the step of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from _ranks import needs_gloo
+
+pytest.importorskip("torch.distributed.tensor", reason="this torch was built without distributed")
+
+import torch
+from torch import nn
+
+import _lockstep
+import penstock
+from _rank_cases import make as make_network
+from _rank_cases import make_optimizer, square
+from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers, find_entries
+from penstock.graph.fsdp.shards import ShardedModel
+from penstock.partitioner import Partition, partition
+
+pytestmark = needs_gloo
+TOLERANCE = 1e-6  # sums of at most a hundred numbers of about 1, in another order
+
+
+class Calculation(nn.Module):
+    """A function of its layer and the input."""
+
+    def __init__(self, function: Callable[[nn.Module, Any], Any], layer: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer, x)
+
+
+def run_split(
+    model: nn.Module,
+    batch: torch.Tensor,
+    method: str,
+    num_ranks: int,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer,
+) -> tuple[Partition, dict[str, float]]:
+    """Run a step on ranks; return its partition, and what differs from the whole step by name."""
+    optimizer = make(model)
+    graph = penstock.capture(model, optimizer, batch, loss=square)
+    found = partition(graph, devices=num_ranks, machine="h100-80gb", method=method, time_limit=2)
+    entries = find_entries(graph, model, square, optimizer, ShardedModel(model))
+    tensors = bind_batch(graph, batch) | {each.name: each.take(graph) for each in entries}
+    tensors |= bind_group_tensors(graph, optimizer)
+    numbers = bind_numbers(graph, optimizer)
+    _, losses, errors = _lockstep.run_ranks(graph, found, tensors, numbers)
+    assert len({each.item() for each in losses}) == 1
+    return found, {
+        name: each.abs().max().item()
+        for errors_of_rank in errors
+        for name, each in errors_of_rank.items()
+        if each.numel() and each.abs().max() > TOLERANCE
+    }
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, foreach=True),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), foreach=True),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+}
+
+
+@pytest.mark.parametrize("method", ["batch", "fsdp", "auto"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_lists_of_parameters(name: str, method: str):
+    model, batch, _ = make_network("mlp")
+    _, wrong = run_split(model, batch, method, 2, OPTIMIZERS[name])
+    assert wrong == {}
+
+
+def test_parts_of_one_storage_that_are_only_read_are_not_written_back():
+    torch.manual_seed(0)
+    gru = nn.GRU(8, 16, batch_first=True)
+    model = Calculation(lambda layer, x: layer(x)[0], gru)
+    _, wrong = run_split(model, torch.randn(4, 3, 8), "chop", 3)
+    assert wrong == {}
