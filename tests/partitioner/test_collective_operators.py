@@ -84,3 +84,29 @@ def test_parts_of_one_storage_that_are_only_read_are_not_written_back():
     model = Calculation(lambda layer, x: layer(x)[0], gru)
     _, wrong = run_split(model, torch.randn(4, 3, 8), "chop", 3)
     assert wrong == {}
+
+
+def make_norm(kind: str, dtype: torch.dtype, dtype_of_norm: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(16, affine=kind != "plain", track_running_stats=kind != "untracked")
+    if kind != "plain":
+        nn.init.normal_(norm.weight)
+    layers = nn.Linear(8, 16).to(dtype), norm.to(dtype_of_norm), nn.Tanh()
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("kind", ["affine", "plain", "untracked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batch_norms_are_those_of_the_whole_batch(dtype: torch.dtype, kind: str):
+    batch = torch.randn(12, 8, dtype=dtype)
+    found, wrong = run_split(make_norm(kind, dtype, dtype), batch, "batch", 2)
+    assert wrong == {} and {"n"} in map(set, found.splits)
+
+
+@pytest.mark.parametrize("dtype_of_norm", [torch.float32, torch.bfloat16])
+def test_batch_norms_of_16_bits_have_sums_of_32(dtype_of_norm: torch.dtype):
+    model = make_norm("affine", torch.bfloat16, dtype_of_norm)
+    batch = torch.randn(48, 8).bfloat16()
+    found, wrong = run_split(model, batch, "batch", 3)
+    assert {"n"} in map(set, found.splits)
+    assert all(num < 0.01 for num in wrong.values()), wrong  # numbers of 8 bits

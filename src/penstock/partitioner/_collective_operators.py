@@ -4,22 +4,18 @@
   has the numbers of the unsplit one.
 - Rows of a table of embeddings: a rank gives zeros for the rows of others.
 - A mean loss of classes: the sum over all ranks, by the weight of all ranks.
-- A batch norm whose batch is split: the statistics of all ranks, as SyncBatchNorm. With ranks' own
-  means m_r and variances v_r, of equal numbers of elements,
-
-      m = mean of m_r,    v = mean of (v_r + (m_r - m)^2).
+- A batch norm whose batch is split: the statistics of all ranks, in `_batch_norm`.
 """
 
 from __future__ import annotations
 
-from math import prod
-
 from penstock.graph.encoding import EMPTY
 from penstock.graph.step_graph import TensorView
+from penstock.partitioner._batch_norm import batch_norm, batch_norm_backward
 from penstock.partitioner._mesh import PARTIAL, REPLICATED
 from penstock.partitioner._operator_call import OperatorCall
 from penstock.partitioner._pieces import StoragePiece, dense_strides, split_into_digits
-from penstock.partitioner._rank_builder import CLONE, COPY
+from penstock.partitioner._rank_builder import COPY
 from penstock.partitioner._split import needed_placement
 
 
@@ -144,100 +140,6 @@ def mean_loss(call: OperatorCall) -> bool:
     )
     value = next(each.value for each in call.operator.outputs if each)
     writer.pieces[value] = loss._replace(value=divided.value)
-    return True
-
-
-def batch_norm(call: OperatorCall) -> bool:
-    """Normalise by the statistics of all ranks."""
-    levels = call.summed_levels()
-    x_view, training = call.operator.args[0], call.operator.args[5]
-    if not levels or not training:
-        return False
-    builder = call.builder
-    x, weight, bias, mean, variance, _, momentum, epsilon = (
-        call.operand_in(each) for each in call.operator.args
-    )
-    outputs = call.declare_outputs(added_up=True)
-    dims = (0, *range(2, len(x.shape)))
-    vector = TensorView(0, "float32", (x.shape[1],), (1,))
-    spread, center = (
-        builder.new_view(vector.shape, "float32"),
-        builder.new_view(vector.shape, "float32"),
-    )
-    builder.emit("aten.var_mean.correction", (x, dims), (spread, center), kwargs={"correction": 0})
-    whole = _average(call, builder.dense(center), levels)
-    apart = builder.call("aten.sub.Tensor", center, whole, like=vector)
-    spread = builder.change("aten.addcmul_.default", spread, apart, apart)
-    spread = _average(call, spread, levels)
-    args = (x, weight, bias, whole, spread, False, momentum, epsilon)
-    builder.emit(call.operator.target, args, (outputs[0], None, None))
-    shifted = builder.call("aten.add.Scalar", spread, epsilon, like=vector)
-    if outputs[1] is not None:
-        builder.emit(CLONE, (whole,), (outputs[1],))
-    if outputs[2] is not None:
-        builder.emit("aten.rsqrt.default", (shifted,), (outputs[2],))
-    count = prod(x_view.shape) // x_view.shape[1]
-    scaled = builder.call("aten.mul.Scalar", spread, count / (count - 1), like=vector)
-    for running, new in ((mean, whole), (variance, scaled)):
-        if running is not None:
-            after = call.made_after(running.value)
-            args = (running, new, momentum)
-            made = running._replace(value=after)
-            builder.emit("aten.lerp_.Scalar", args, (made,), mutates=((running.value, after),))
-    call.put_to_rest()
-    return True
-
-
-def _average(call: OperatorCall, view: TensorView, levels: list[int]) -> TensorView:
-    """Return the mean of a vector over the ranks of some levels."""
-    builder = call.builder
-    num = prod(call.mesh.sizes[level] for level in levels)
-    view = builder.call("aten.div.Scalar", view, num, like=view)
-    return builder.add_up_whole(view, levels)
-
-
-def batch_norm_backward(call: OperatorCall) -> bool:
-    """Return gradients by the sums of all ranks.
-
-    With N elements of a channel, x' = (x - m) / s, and sums over all of them,
-
-        gradient = w/s (g - sum(g)/N - x' sum(g x')/N).
-    """
-    levels = call.summed_levels()
-    if not levels or not call.operator.args[7]:
-        return False
-    builder, x_view = call.builder, call.operator.args[1]
-    args = [call.operand_in(each) for each in call.operator.args]
-    grad, x, weight, _, _, mean, inverse, _, _, wanted = args
-    outputs = call.declare_outputs(added_up=True)
-    vector = TensorView(0, "float32", (x.shape[1],), (1,))
-    sums = [builder.new_view(vector.shape, "float32") for _ in range(2)]
-    local = (*args[:9], (False, True, True))
-    builder.emit(call.operator.target, local, (None, *sums))
-    sums = [builder.add_up_whole(each, levels) for each in sums]
-    for each, output in zip(sums, outputs[1:], strict=True):
-        if output is not None:
-            builder.emit(CLONE, (each,), (output,))
-    if outputs[0] is not None and wanted[0]:
-        count = prod(x_view.shape) // x_view.shape[1]
-        along = [0] * len(x.shape)
-
-        def spread(view: TensorView) -> TensorView:
-            stride = (0, view.stride[0], *along[2:])
-            return view._replace(shape=x.shape, stride=stride)
-
-        slope = builder.call("aten.mul.Tensor", sums[0], inverse, like=vector)
-        slope = builder.change("aten.div_.Scalar", slope, count)
-        offset = builder.call("aten.div.Scalar", sums[1], count, like=vector)
-        scale = inverse
-        if weight is not None:
-            scale = builder.call("aten.mul.Tensor", weight, inverse, like=vector)
-        found = builder.call("aten.sub.Tensor", x, spread(mean), like=x)
-        found = builder.change("aten.mul_.Tensor", found, spread(slope))
-        found = builder.change("aten.add_.Tensor", found, spread(offset))
-        found = builder.call("aten.sub.Tensor", grad, found, like=x)
-        builder.emit("aten.mul.Tensor", (found, spread(scale)), (outputs[0],))
-    call.put_to_rest()
     return True
 
 

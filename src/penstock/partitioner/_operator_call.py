@@ -156,11 +156,6 @@ class OperatorCall:
         names = self.axes.names
         return [i for i, axis in enumerate(self.split) if axis >= 0 and names[axis][0] == letter]
 
-    def summed_levels(self) -> list[int]:
-        """Return the levels whose ranks make partial sums of a result."""
-        sums = set().union(*(use.sums for use in self.axes.outputs))
-        return [level for level, axis in enumerate(self.split) if axis in sums]
-
     def declare_outputs(self, *, added_up: bool = False) -> tuple[TensorView | None, ...]:
         """Return the rank's results; note the pieces that they are of.
 
