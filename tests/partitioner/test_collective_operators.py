@@ -110,3 +110,34 @@ def test_batch_norms_of_16_bits_have_sums_of_32(dtype_of_norm: torch.dtype):
     found, wrong = run_split(model, batch, "batch", 3)
     assert {"n"} in map(set, found.splits)
     assert all(num < 0.01 for num in wrong.values()), wrong  # numbers of 8 bits
+
+
+class Words(nn.Module):
+    """Embeddings whose gradients are divided by the counts of their words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8, scale_grad_by_freq=True)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.words(tokens))
+
+
+@pytest.mark.parametrize("method", ["batch", "tensor", "greedy", "auto"])
+def test_gradients_are_scaled_by_the_frequencies_of_all_words(method: str):
+    torch.manual_seed(0)
+    _, wrong = run_split(Words(), torch.arange(24).view(4, 6) % 3, method, 2)
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("method", ["batch", "auto"])
+def test_random_numbers_by_a_tensor_of_probabilities(method: str):
+    torch.manual_seed(0)
+
+    def draw(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        certain = (layer(x) > 0).float()  # threads of one process share the generator
+        return layer(x) * torch.empty_like(x).bernoulli_(certain)
+
+    _, wrong = run_split(Calculation(draw, nn.Linear(8, 8)), torch.randn(12, 8), method, 2)
+    assert wrong == {}

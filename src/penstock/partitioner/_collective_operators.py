@@ -25,7 +25,8 @@ def draw_whole(call: OperatorCall) -> bool:
         return False
     view, builder = call.operator.args[0], call.builder
     use = call.axes.inputs[0]
-    target, rest = call.operand_in(view), call.operator.args[1:]
+    target = call.operand_in(view)
+    rest = [call.whole_operand_in(each) for each in call.operator.args[1:]]  # probabilities
     (result,) = call.declare_outputs()
     num_bytes = call.writer.graph.storages[use.storage].num_bytes
     value = builder.storage(f"{call.operator.name}.whole", num_bytes, builder.kind)
@@ -70,12 +71,13 @@ def embed_own_rows(call: OperatorCall) -> bool:
 def embed_own_rows_backward(call: OperatorCall) -> bool:
     """Add up the gradients of a rank's own rows."""
     levels = call.levels_of("v")
+    by_frequency = call.operator.args[4]
+    if by_frequency and any(axis >= 0 and call.axes.names[axis] != "w" for axis in call.split):
+        raise call.refuse("its gradients are scaled by the frequency of all places")
     if not levels:
         return False
     builder = call.builder
-    grad, places, _, padding, by_frequency = (call.operand_in(each) for each in call.operator.args)
-    if by_frequency:
-        raise call.refuse("its gradients are scaled by frequency")
+    grad, places, _, padding, _ = (call.operand_in(each) for each in call.operator.args)
     (result,) = call.declare_outputs()
     assert result is not None
     mine, shifted = _own_rows(call, places, result.shape[0], levels)

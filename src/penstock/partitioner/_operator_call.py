@@ -84,9 +84,15 @@ class OperatorCall:
         """Return an argument with the rank's operands; arguments come in order."""
         return map_views(self._operand, argument)
 
-    def _operand(self, view: TensorView) -> TensorView:
+    def whole_operand_in(self, argument: Any) -> Any:
+        """Return an argument with operands that are whole on each rank, however it is split."""
+        return map_views(lambda view: self._operand(view, is_whole=True), argument)
+
+    def _operand(self, view: TensorView, *, is_whole: bool = False) -> TensorView:
         use, labels = next(self._inputs), next(self._labels, ())
         need = needed_placement(use, self.split)
+        if is_whole:
+            need, labels = (REPLICATED,) * len(need), ("",) * len(view.shape)
         piece = self._fetch(view, use, need)
         is_written = next(self._writes)
         if is_written:

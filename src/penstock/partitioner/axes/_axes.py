@@ -239,8 +239,20 @@ def _find_operator_axes(
         rule = _whole_rule(operator)
         found = _number_axes(rule, cuts, {})
         return dataclasses.replace(found, is_known=False)
-    factors = {letter: cuts.factors(dims) for letter, dims in _by_letter(rule).items()}
+    whole = _letters_of_counts(operator, rule)
+    factors = {
+        letter: cuts.factors(dims)
+        for letter, dims in _by_letter(rule).items()
+        if letter not in whole
+    }
     return _number_axes(rule, cuts, {key: each for key, each in factors.items() if len(each) > 1})
+
+
+def _letters_of_counts(operator: Operator, rule: AxisRule) -> set[str]:
+    """Return letters along which an operator counts, so that ranks' results do not add up."""
+    if operator.target != "aten.embedding_dense_backward.default" or not operator.args[4]:
+        return set()
+    return {"v"}.union(*(each.sums for each in rule.outputs))
 
 
 def _whole_rule(operator: Operator) -> AxisRule:
