@@ -89,6 +89,45 @@ def test_layers_that_see_beyond_the_list_are_refused():
         infer_layers(graph, make_features(), dropout)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x, _: x - x.mean(0),
+        lambda x, _: x / x.std(),
+        lambda x, _: x.softmax(0),
+        lambda x, _: torch.nn.functional.batch_norm(x, None, None, training=True),
+    ],
+)
+@pytest.mark.parametrize("edges", [make_edges(), torch.empty(2, 0, dtype=torch.long)])
+def test_layers_that_mix_the_rows_of_a_block_are_refused(layer: Any, edges: torch.Tensor):
+    graph = CSRGraph.from_edges(edges, NUM_NODES)
+    with pytest.raises(ValueError, match=r"layers\[0\]: .* or with the other rows of a block"):
+        infer_layers(graph, make_features(), [layer], max_bytes=40_000)
+
+
+class Counter(torch.nn.Module):
+    """A layer that normalises as it is told, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+        self.calls = torch.nn.Buffer(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        self.calls += not self.norm.training
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_that_change_their_buffers_are_refused_and_left_as_they_were(training: bool):
+    graph, layer = CSRGraph.from_edges(make_edges(), NUM_NODES), Counter().train(training)
+    before = {name: each.clone() for name, each in layer.named_buffers()}
+    message = "or with the other rows" if training else "it changes its buffers"
+    with pytest.raises(ValueError, match=rf"layers\[0\]: .*{message}"):
+        infer_layers(graph, make_features(), [layer])
+    torch.testing.assert_close(dict(layer.named_buffers()), before, rtol=0, atol=0)
+
+
 def test_a_list_beyond_the_budget_is_named():
     edges = torch.stack([torch.arange(NUM_NODES), torch.full((NUM_NODES,), 5)])
     graph = CSRGraph.from_edges(edges, NUM_NODES)

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from penstock.errors import CapacityError
 from penstock.traversal._graph import CSRGraph
-from penstock.traversal._layer_block import LayerBlock, check_layer, read_block
+from penstock.traversal._layer_block import (
+    LayerBlock,
+    check_layer,
+    read_block,
+    refuse_buffer_changes,
+)
 from penstock.traversal._layer_rows import DTYPES, LayerRows, check_features, make_rows, write_rows
 from penstock.traversal._rank_graph import RankGraph, as_rank_graph
 from penstock.unified import UnifiedTensor
@@ -74,7 +79,7 @@ def infer_layers(
         TypeError: `graph` is something else, or the features are no table.
         ValueError: `features` have another shape; `layers` are empty; or the output of a layer is
             of another shape, is random, or depends on more than a node's own list, as with norms by
-            the degree of neighbours (GCN), which a block does not have.
+            the degree of neighbours (GCN) or over all nodes, which a block does not have.
     """
     part = as_rank_graph(graph)
     if not layers:
@@ -118,8 +123,9 @@ def _run_layer(
     first = next(blocks, None)
     out = None
     if first is not None:
-        out = _call(layer, first, number)
-        check_layer(part, rows, layer, number)
+        with refuse_buffer_changes(layer, number):
+            out = _call(layer, first, number)
+            check_layer(part, rows, layer, number)
     width, dtype = _agree_on_rows(part, out)
     num_rows = part.num_own if is_last else part.num_own + part.num_halo
     values = make_rows(num_rows, width, dtype, place, budget // 4)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.traversal._layer_rows import LayerRows
 from penstock.traversal._rank_graph import RankGraph
@@ -48,40 +49,73 @@ def check_layer(
 ) -> None:
     """Raise if a layer's output for a node depends on more than the rows in its list.
 
-    A few nodes are computed with their own lists alone, and with those of some neighbours beside
-    them.
+    A few nodes are computed alone, with the rows in their lists, and once more beside some of their
+    neighbours and some further nodes, with the lists and rows of all.
     """
     tried = torch.arange(min(part.num_own, _NUM_TRIED), device="cpu")
     lengths = part.count_entries(tried)
-    nodes = tried[(lengths > 0) & (lengths <= _MOST_ENTRIES)][:_NUM_COMPARED]
+    tried, lengths = (each[lengths <= _MOST_ENTRIES] for each in (tried, lengths))
+    has_list = lengths > 0
+    nodes = torch.cat([tried[has_list], tried[~has_list]])[:_NUM_COMPARED]
     if not len(nodes):
         return
     near = [part.read_list(node) for node in nodes.tolist()]
     inner = torch.cat([each[each < part.num_own][:_NUM_COMPARED] for each in near]).unique()
     inner = inner[~torch.isin(inner, nodes)]
     inner = inner[part.count_entries(inner) <= _MOST_ENTRIES]
-    owners = torch.cat([nodes, inner])
-    lists = near + [part.read_list(node) for node in inner.tolist()]
-    entries = torch.cat(lists)
-    known = torch.cat([owners, entries[~torch.isin(entries, owners)].unique()])
-    order = known.argsort()
-    places = order[torch.searchsorted(known[order], entries)]
-    targets = torch.arange(len(lists), device="cpu").repeat_interleave(
-        torch.tensor([len(e) for e in lists], device="cpu")
-    )
-    num_alone = sum(len(each) for each in near)
-    rows = source.read(known)
-    alone = layer(rows, _direct(part, places[:num_alone], targets[:num_alone]))[: len(nodes)]
-    beside = layer(rows, _direct(part, places, targets))[: len(nodes)]
+    others = tried[~torch.isin(tried, torch.cat([nodes, *near]))][-_NUM_COMPARED:]
+    owners = torch.cat([nodes, inner, others])
+    lists = near + [part.read_list(node) for node in owners[len(nodes) :].tolist()]
+    alone = layer(*_read_lists(part, source, nodes, near))[: len(nodes)]
+    beside = layer(*_read_lists(part, source, owners, lists))[: len(nodes)]
     tolerance = _TOLERANCES.get(alone.dtype, _HALF_TOLERANCE)
     scale = beside.abs().max().clamp(min=1e-30)
     if not bool(((alone - beside).abs() <= tolerance * scale).all()):
         raise ValueError(
             f"layers[{number}]: its output for a node changes with the lists of the node's "
-            "neighbours, or from call to call, or is not finite. Call model.eval() before; a norm "
-            "by the degree of neighbours, as in GCNConv, has to be computed from the whole graph "
-            "and given to the layer with the features."
+            "neighbours, or with the other rows of a block, or from call to call, or is not "
+            "finite. Call model.eval() before; a norm by the degree of neighbours, as in GCNConv, "
+            "or by the mean of all nodes has to be computed from the whole graph and given to the "
+            "layer with the features."
         )
+
+
+def _read_lists(
+    part: RankGraph, source: LayerRows, owners: Tensor, lists: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return rows of nodes, then of the others in their lists, and edges by positions in them."""
+    entries = torch.cat(lists)
+    known = torch.cat([owners, entries[~torch.isin(entries, owners)].unique()])
+    order = known.argsort()
+    places = order[torch.searchsorted(known[order], entries)]
+    lengths = torch.tensor([len(each) for each in lists], device="cpu")
+    targets = torch.arange(len(lists), device="cpu").repeat_interleave(lengths)
+    return source.read(known), _direct(part, places, targets)
+
+
+@contextlib.contextmanager
+def refuse_buffer_changes(layer: object, number: int) -> Iterator[None]:
+    """Raise if a module changes its buffers meanwhile, and put back what they were."""
+    buffers = [*layer.buffers()] if isinstance(layer, nn.Module) else []
+    kept = [(each, each.clone()) for each in buffers if each.layout == torch.strided]
+    changed = []
+    try:
+        yield
+    finally:
+        # Kernels of batch norms write running statistics without a new version of the tensor.
+        changed = [pair for pair in kept if not torch.equal(*map(_bytes_of, pair))]
+        for buffer, before in changed:
+            buffer.copy_(before)
+    if changed:
+        raise ValueError(
+            f"layers[{number}]: it changes its buffers, as of batches and not of nodes. Call "
+            "model.eval() before."
+        )
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as bytes, in which a NaN is equal to itself."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _direct(part: RankGraph, neighbors: Tensor, owners: Tensor) -> Tensor:
