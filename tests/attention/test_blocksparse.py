@@ -256,6 +256,21 @@ def test_causal_calls_are_sent_to_sdpa_where_it_is_faster():
     assert torch.equal(blocksparse(q, k, v, layout), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [-1.3, 0.0])
+def test_causal_calls_whose_scale_is_not_positive(path: str, scale: float, dtype: torch.dtype):
+    layout = Layout.causal(64, 16)
+    q, k, v = (torch.randn(1, 2, 64, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    assert blocksparse_report(q, k, v, layout, scale=scale).path == path
+    scores = (scale * q.double() @ k.double().mT).masked_fill(~layout.token_mask(), -torch.inf)
+    expected = scores.softmax(-1) @ v.double()
+    found = blocksparse(q, k, v, layout, scale=scale).double()
+    tolerance = 0.03 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    mine, theirs = (torch.autograd.grad(each.sum(), (q, k, v)) for each in (found, expected))
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
 def test_nothing_is_computed_for_an_empty_batch(path: str):
     layout = Layout.window(40, 9, 16)
     q, k, v = (torch.zeros(0, 4, 40, 16, requires_grad=True) for _ in range(3))

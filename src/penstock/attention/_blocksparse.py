@@ -72,7 +72,7 @@ def _attend(
             "multiply q by a factor that is learned"
         )
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if choose_path(q, layout, bias).name != "SDPA":
+    if choose_path(q, layout, bias, factor).name != "SDPA":
         if not torch.compiler.is_compiling() and is_transformed():
             return attend(q, k, v, layout, bias, factor)
         if is_eager(q, k, v, bias):

@@ -33,12 +33,14 @@ class Path(NamedTuple):
 _FASTER_BY_SDPA = (torch.bfloat16, torch.float64)
 
 
-def choose_path(q: Tensor, layout: Layout, bias: Tensor | None) -> Path:
+def choose_path(q: Tensor, layout: Layout, bias: Tensor | None, scale: float | None = None) -> Path:
     """Return the path that `blocksparse` takes for these operands."""
     name = name_kernels(q)
     if bias is None and layout.pattern == "dense":
         return Path("SDPA", "every query sees every key, where SDPA is as fast")
-    if bias is None and layout.pattern == "causal":
+    # SDPA multiplies its mask of -inf by the scale on the CPU: by one of 0 that is NaN.
+    is_rising = scale is None or scale > 0
+    if bias is None and layout.pattern == "causal" and is_rising:
         if name == "Triton":
             return Path("SDPA", "it is causal, which SDPA has kernels for on a GPU")
         if name == "torch":

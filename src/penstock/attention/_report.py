@@ -38,7 +38,13 @@ class AttentionReport(Report, title="block-sparse attention"):
 
 
 def blocksparse_report(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
 ) -> AttentionReport:
     """Return the path that `blocksparse` takes for operands, with the reason and the work.
 
@@ -54,6 +60,7 @@ def blocksparse_report(
         v: Values.
         layout: Blocks and ranges.
         bias: Added to the scores.
+        scale: Factor of the products.
 
     Raises:
         TypeError: As `blocksparse`.
@@ -61,7 +68,7 @@ def blocksparse_report(
     """
     check_operands(q, k, v, layout)
     bias = expand_bias(bias, q, k)
-    path = choose_path(q, layout, bias)
+    path = choose_path(q, layout, bias, scale)
     copies = q.shape[0] * q.shape[1] // layout.num_heads
     pairs = copies * layout.num_blocks * layout.block**2
     dim, value_dim = q.shape[3], v.shape[3]
