@@ -44,11 +44,13 @@ def run_split(
     method: str,
     num_ranks: int,
     make: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer,
+    memory: str | None = None,
 ) -> tuple[Partition, dict[str, float]]:
     """Run a step on ranks; return its partition, and what differs from the whole step by name."""
     optimizer = make(model)
     graph = penstock.capture(model, optimizer, batch, loss=square)
-    found = partition(graph, devices=num_ranks, machine="h100-80gb", method=method, time_limit=2)
+    options = {"machine": "h100-80gb", "method": method, "time_limit": 2, "device_memory": memory}
+    found = partition(graph, devices=num_ranks, **options)
     entries = find_entries(graph, model, square, optimizer, ShardedModel(model))
     tensors = bind_batch(graph, batch) | {each.name: each.take(graph) for each in entries}
     tensors |= bind_group_tensors(graph, optimizer)
@@ -140,4 +142,15 @@ def test_random_numbers_by_a_tensor_of_probabilities(method: str):
         return layer(x) * torch.empty_like(x).bernoulli_(certain)
 
     _, wrong = run_split(Calculation(draw, nn.Linear(8, 8)), torch.randn(12, 8), method, 2)
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("memory", [None, "1MiB"])
+def test_splits_that_ranks_cannot_run_are_not_chosen(memory: str | None):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1)
+    # Of one image the cheapest split is one by rows, whose halos are not exchanged.
+    _, wrong = run_split(
+        nn.Sequential(*layers), torch.randn(1, 3, 24, 24), "auto", 2, memory=memory
+    )
     assert wrong == {}

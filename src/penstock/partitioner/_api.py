@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterable
@@ -96,11 +97,15 @@ def _find_fitting(search: SplitSearch, devices: int, seed: int, ends: float) -> 
     """Return the best partition whose rank's own step fits, with all copies for its collectives.
 
     The search counts copies roughly. By how much it is wrong for one split, it is about for others.
+    Nor does it know all operators that cannot run on pieces: splits that ranks can run come first.
     """
     ranked, budget = search.rank_candidates(), search.budget
     if budget is None:
-        return assemble(search, ranked[0], seed)
+        found = _first_written(assemble(search, each, seed) for each in ranked[:_NUM_TRIALS])
+        assert found is not None, "a search has candidates"
+        return found
     ratio, fitting, cheaper, tried = 1.0, None, ranked, set[FoundSplit]()
+    unwritten: list[Partition] = []
     for _ in range(_NUM_TRIALS):
         limit = _NEARLY * budget / ratio
         best = next((e for e in cheaper if e.peak_bytes <= limit and e not in tried), None)
@@ -108,17 +113,30 @@ def _find_fitting(search: SplitSearch, devices: int, seed: int, ends: float) -> 
             break
         tried.add(best)
         found = assemble(search, best, seed)
+        if not found.notes["is_written"]:
+            unwritten.append(found)
+            continue
         ratio = found.peak_device_bytes / max(1, best.peak_bytes)
         if found.peak_device_bytes <= budget:
             fitting, cheaper = found, ranked[: ranked.index(best)]
-    if fitting is not None:
-        return dataclasses.replace(fitting, device_bytes=budget)
-    smallest = sorted(ranked, key=lambda each: each.peak_bytes)
-    for each in [each for each in smallest if each not in tried][:_NUM_TRIALS]:
-        found = assemble(search, each, seed)
-        if found.peak_device_bytes <= budget:
-            return dataclasses.replace(found, device_bytes=budget)
-    raise _infeasible(search, devices)
+    if fitting is None:
+        smallest = sorted(ranked, key=lambda each: each.peak_bytes)
+        rest = [each for each in smallest if each not in tried][:_NUM_TRIALS]
+        trials = itertools.chain(unwritten, (assemble(search, each, seed) for each in rest))
+        fitting = _first_written(e for e in trials if e.peak_device_bytes <= budget)
+    if fitting is None:
+        raise _infeasible(search, devices)
+    return dataclasses.replace(fitting, device_bytes=budget)
+
+
+def _first_written(trials: Iterable[Partition]) -> Partition | None:
+    """Return the first partition whose rank's step can be written; the first one if none can."""
+    first = None
+    for each in trials:
+        if each.notes["is_written"]:
+            return each
+        first = first or each
+    return first
 
 
 def check_devices(devices: object) -> None:
@@ -228,10 +246,13 @@ def assemble(search: SplitSearch, best: FoundSplit, seed: int) -> Partition:
         seed=seed,
         notes={"num_candidates": len(search.candidates), "origin": best.origin},
     )
-    peak = find_peak(graph, found)
-    peak = best.peak_bytes if peak is None else peak
+    written = find_peak(graph, found)
+    peak = best.peak_bytes if written is None else written
     return dataclasses.replace(
-        found, peak_device_bytes=peak, frontier=find_frontier(search, best, peak)
+        found,
+        peak_device_bytes=peak,
+        frontier=find_frontier(search, best, peak),
+        notes={**found.notes, "is_written": written is not None},
     )
 
 
