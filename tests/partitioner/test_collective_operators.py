@@ -114,6 +114,15 @@ def test_batch_norms_of_16_bits_have_sums_of_32(dtype_of_norm: torch.dtype):
     assert all(num < 0.01 for num in wrong.values()), wrong  # numbers of 8 bits
 
 
+@pytest.mark.parametrize("method", ["tensor", "auto"])
+def test_batch_norms_of_volumes(method: str):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm3d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), norm, nn.ReLU())
+    _, wrong = run_split(model, torch.randn(4, 2, 4, 4, 4), method, 2)
+    assert wrong == {}
+
+
 class Words(nn.Module):
     """Embeddings whose gradients are divided by the counts of their words."""
 

@@ -239,7 +239,7 @@ def _find_operator_axes(
         rule = _whole_rule(operator)
         found = _number_axes(rule, cuts, {})
         return dataclasses.replace(found, is_known=False)
-    whole = _letters_of_counts(operator, rule)
+    whole = _letters_kept_whole(operator, rule)
     factors = {
         letter: cuts.factors(dims)
         for letter, dims in _by_letter(rule).items()
@@ -248,11 +248,14 @@ def _find_operator_axes(
     return _number_axes(rule, cuts, {key: each for key, each in factors.items() if len(each) > 1})
 
 
-def _letters_of_counts(operator: Operator, rule: AxisRule) -> set[str]:
-    """Return letters along which an operator counts, so that ranks' results do not add up."""
-    if operator.target != "aten.embedding_dense_backward.default" or not operator.args[4]:
-        return set()
-    return {"v"}.union(*(each.sums for each in rule.outputs))
+def _letters_kept_whole(operator: Operator, rule: AxisRule) -> set[str]:
+    """Return letters along which ranks' results would not be pieces of the result, nor add up."""
+    operands = (*rule.inputs, *rule.outputs)
+    found = {e for each in operands for e in each.labels if e and each.labels.count(e) > 1}
+    if operator.target == "aten.embedding_dense_backward.default" and operator.args[4]:
+        # Gradients are scaled by how often a word is among all places.
+        found |= {"v"}.union(*(each.sums for each in rule.outputs))
+    return found
 
 
 def _whole_rule(operator: Operator) -> AxisRule:
