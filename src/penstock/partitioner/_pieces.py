@@ -187,42 +187,101 @@ def view_piece(
     Returns:
         The view; None if the piece does not lie in a way that has one.
     """
+    extents = tuple(high // low for low, high in pairwise(cuts))
+    if piece.extents == extents and piece.strides == dense_strides(extents):
+        whole = view._replace(value=piece.value, offset=piece.offset + view.offset)
+        return whole if view.end <= cuts[-1] else None
+    places = _indices_in_piece(view.offset, cuts, piece)
+    if places is None:
+        return None
     strides = []
-    for size, stride in zip(shape, view.stride, strict=True):
-        found = _stride_in_piece(size, stride, cuts, piece)
-        if found is None:
+    used: set[int] = set()
+    for dim, size in enumerate(shape):
+        found = _stride_in_piece(view, dim, size, cuts, piece, places)
+        if found is None or used & {*found.axes}:  # windows that overlap are not by digits
             return None
-        strides.append(found)
+        used.update(found.axes)
+        strides.append(found.stride)
     for dim in reversed(range(len(shape))):
         if shape[dim] == 1 and strides[dim]:  # as torch would write it
             after = dim + 1 < len(shape)
             strides[dim] = strides[dim + 1] * shape[dim + 1] if after else 1
-    offset = piece.offset
-    for axis, low in enumerate(piece.lows):
-        extent = cuts[axis + 1] // cuts[axis]
-        place = view.offset // cuts[axis] % extent - low
-        offset += place * piece.strides[axis]
+    offset = piece.offset + sum(map(mul, places, piece.strides))
     return TensorView(piece.value, view.dtype, shape, tuple(strides), offset)
 
 
+def _indices_in_piece(
+    offset: int, cuts: tuple[int, ...], piece: StoragePiece
+) -> tuple[int, ...] | None:
+    """Return for each axis the index in a piece of an element; None if it is not there."""
+    if offset >= cuts[-1]:
+        return None
+    found = []
+    for axis, (low, high) in enumerate(pairwise(cuts)):
+        index = offset // low % (high // low) - piece.lows[axis]
+        found.append(index)
+        # Ranks have different indices of an axis that is split: views of it begin at the first.
+        if not 0 <= index < piece.extents[axis] or (index and axis in piece.placement):
+            return None
+    return tuple(found)
+
+
+class _DimInPiece(NamedTuple):
+    """A dimension of a view: its stride in a piece, and the axes over which it goes."""
+
+    stride: int
+    axes: range = range(0)
+
+
 def _stride_in_piece(
-    size: int, stride: int, cuts: tuple[int, ...], piece: StoragePiece
-) -> int | None:
-    """Return the stride that a dimension of a view has in a piece; None if it has none."""
+    view: TensorView,
+    dim: int,
+    size: int,
+    cuts: tuple[int, ...],
+    piece: StoragePiece,
+    places: tuple[int, ...],
+) -> _DimInPiece | None:
+    """Return the stride that a dimension of a view has in a piece; None if it has none.
+
+    Args:
+        view: Of the whole storage.
+        dim: The dimension.
+        size: Of the dimension in the piece.
+        cuts: Of the storage.
+        piece: A part of it.
+        places: For each axis the index in the piece at which the view begins.
+    """
+    stride = view.stride[dim]
     if size <= 1 or stride == 0:
-        return 0 if stride == 0 else 1
-    axis = max(i for i, cut in enumerate(cuts[:-1]) if cut <= stride)
+        return _DimInPiece(0 if stride == 0 else 1)
+    lowest = axis = max(i for i, cut in enumerate(cuts[:-1]) if cut <= stride)
     factor, rest = divmod(stride, cuts[axis])
     if rest:
         return None
-    covered, first, end = 1, 0, 0  # strides of the dimension's first axis, and after its last one
-    while covered < size and axis < len(piece.extents):
-        extent = piece.extents[axis] // factor
-        unit, factor = piece.strides[axis] * factor, 1
+    whole_end = stride * view.shape[dim]
+    # Indices that axes so far have; the last one that is shown; stride of the first, and after.
+    covered, last, first, end = 1, (size - 1) * factor, 0, 0
+    while axis < len(piece.extents) and (covered <= last or cuts[axis] < whole_end):
+        extent, unit = piece.extents[axis], piece.strides[axis]
         if extent > 1:
             if end and unit != end:
                 return None
-            first, end = first or unit, unit * extent
+            first, end = first or unit * factor, unit * extent
+            last += places[axis] * covered
             covered *= extent
         axis += 1
-    return first if covered >= size else None
+    axes = range(lowest, axis)
+    narrowed = {each for each in axes if _is_narrowed(each, cuts, piece)}
+    if covered <= last or narrowed & {*axes[:-1]}:
+        return None
+    if any(each in piece.placement for each in axes):  # it has the indices of another rank too
+        spans = factor == 1 and covered == size and cuts[axis] == whole_end
+        if not spans or any(places[each] for each in axes):
+            return None
+    return _DimInPiece(first, axes)
+
+
+def _is_narrowed(axis: int, cuts: tuple[int, ...], piece: StoragePiece) -> bool:
+    """Return whether a piece lacks indices of an axis that no level splits."""
+    is_part = piece.extents[axis] < cuts[axis + 1] // cuts[axis]
+    return is_part and axis not in piece.placement

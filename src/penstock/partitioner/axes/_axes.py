@@ -140,6 +140,9 @@ class _StorageCuts:
             storage = self.storage(view)
             if len(dtypes[storage]) == 1 and self.graph.storages[storage].num_bytes:
                 self._add_view(storage, view)
+        for view in views:
+            if view.end > self.cuts[self.storage(view)][-1]:
+                self.cuts[self.storage(view)] = [1]  # it shows elements that no axis has
         for storage, (cuts, names) in enumerate(zip(self.cuts, dtypes, strict=True)):
             num_bytes = graph.storages[storage].num_bytes // max(1, cuts[-1])
             known = [dtype_from_name(name).itemsize for name in names]
@@ -149,10 +152,11 @@ class _StorageCuts:
         return self.graph.storage_of_value[view.value]
 
     def _add_view(self, storage: int, view: TensorView) -> None:
-        for size, stride in zip(view.shape, view.stride, strict=True):
+        for dim, (size, stride) in enumerate(zip(view.shape, view.stride, strict=True)):
             if size > 1 and stride > 0:
                 self.add(storage, stride)
-                self.add(storage, stride * size)
+                if _spans_axes(view, dim):
+                    self.add(storage, stride * size)
 
     def add(self, storage: int, cut: int) -> bool:
         """Add a cut if each still divides the next; return whether it is new."""
@@ -169,7 +173,7 @@ class _StorageCuts:
         """Return storage, stride of the letter's unit, and stride behind its end; or zeros."""
         view = operand.view
         size, stride = view.shape[dim], view.stride[dim]
-        if stride <= 0 or size % extent:
+        if stride <= 0 or size % extent or not _spans_axes(view, dim):
             return (0, 0, 0)
         return self.storage(view), stride * (size // extent), stride * size
 
@@ -339,15 +343,32 @@ def _use(
 
 def _find_shown(view: TensorView, place: dict[int, int]) -> tuple[list[tuple[int, int]], set[int]]:
     """Return the sizes and strides that a view shows, and the axes that it shows whole."""
-    shown = [
-        (size, stride)
-        for size, stride in zip(view.shape, view.stride, strict=True)
+    dims = [
+        (dim, size, stride)
+        for dim, (size, stride) in enumerate(zip(view.shape, view.stride, strict=True))
         if size > 1 and stride > 0
     ]
     covered = {
         axis
-        for size, stride in shown
-        if stride in place and stride * size in place
+        for dim, size, stride in dims
+        if stride in place and stride * size in place and _spans_axes(view, dim)
         for axis in range(place[stride], place[stride * size])
     }
-    return shown, covered
+    return [(size, stride) for _, size, stride in dims], covered
+
+
+def _spans_axes(view: TensorView, dim: int) -> bool:
+    """Return whether a dimension has each index of the axes from its stride to its end once.
+
+    A slice begins within an axis unless the offset's index there is zero; windows overlap, and
+    dimensions of smaller strides may carry into this one.
+    """
+    size, stride = view.shape[dim], view.stride[dim]
+    others = [
+        (other, step)
+        for index, (other, step) in enumerate(zip(view.shape, view.stride, strict=True))
+        if index != dim and other > 1 and step > 0
+    ]
+    reach = view.offset % stride + sum((n - 1) * step for n, step in others if step < stride)
+    overlaps = any(stride <= step < stride * size for _, step in others)
+    return view.offset // stride % size == 0 and reach < stride and not overlaps
