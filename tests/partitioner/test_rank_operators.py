@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from _ranks import needs_gloo
 
@@ -33,12 +34,10 @@ Forward = Callable[[nn.Module, Any], Tensor]
 class Layer(nn.Module):
     """A linear layer, and a function of its result."""
 
-    def __init__(self, forward: Forward, inputs: int, outputs: int, **parts: nn.Module) -> None:
+    def __init__(self, forward: Forward, inputs: int, outputs: int) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs, outputs)
         self.function = forward
-        for name, part in parts.items():
-            self.add_module(name, part)
 
     def forward(self, *batch: Tensor) -> Tensor:
         return self.function(self.linear, batch if len(batch) > 1 else batch[0])
@@ -63,10 +62,68 @@ def write_rows(linear: nn.Module, batch: Tensor) -> Tensor:
     return result.tanh()
 
 
+def convolve(kernel: int, stride: int) -> Forward:
+    """A padded convolution whose windows do not overlap."""
+
+    def run(linear: nn.Module, batch: Tensor) -> Tensor:
+        weight = linear.weight.view(8, 1, kernel, kernel)  # pyright: ignore
+        return functional.conv2d(batch, weight, stride=stride, padding=1)
+
+    return run
+
+
+def divide_into(linear: nn.Module, batch: Tensor) -> Tensor:
+    result = linear(batch)
+    norm = torch.div(result.detach(), 2.0, out=torch.empty(12, 8))
+    return result * torch.matmul(norm.t(), norm, out=torch.empty(8, 8)).sum(0)
+
+
+def attend(linear: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    heads = linear(batch[0]).view(4, 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    return functional.scaled_dot_product_attention(*heads, attn_mask=batch[1])
+
+
+def attend_where(linear: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return attend(linear, (batch[0], batch[1] < 1))
+
+
+def sort_keys(linear: nn.Module, batch: Tensor) -> Tensor:
+    return linear(batch).gather(0, torch.argsort(batch, dim=0, stable=True)) * ROWS
+
+
+def round_off(linear: nn.Module, batch: Tensor) -> Tensor:
+    whole = (batch @ linear.weight.t()).long().float()  # pyright: ignore
+    return linear(batch) * whole
+
+
+MASKS = (4, 2, 6, 6), (4, 1, 6, 6), (1, 2, 6, 6), (6, 6)
 CASES = {
     "window": Case(lambda f, x: f(x)[:, 1:5].tanh(), ((8, 8),), (("auto", 2), ("tensor", 2))),
     "rows": Case(lambda f, x: f(x[2:6]), ((8, 8),), (("chop", 2), ("auto", 4))),
     "inplace": Case(write_rows, ((6, 8),), (("greedy", 2),), (8, 48)),
+    "gather": Case(lambda f, x: f(x).gather(1, PLACES), ((4, 6, 8),), (("auto", 2),)),
+    "stride 3": Case(convolve(3, 3), ((1, 1, 12, 12),), (("batch", 2),), (9, 8)),
+    "stride 4": Case(convolve(4, 4), ((1, 1, 8, 8),), (("batch", 2),), (16, 8)),
+    "sort": Case(
+        lambda f, x: torch.sort(f(x), dim=0, stable=True)[0] * ROWS, ((12, 8),), (("tensor", 2),)
+    ),
+    "argsort": Case(sort_keys, ((12, 8),), (("chop", 2),)),
+    "max": Case(lambda f, x: functional.max_pool2d(f(x), 3, 2, 1), ((8, 8, 8),), (("tensor", 2),)),
+    "mean": Case(lambda f, x: functional.avg_pool2d(f(x), 3, 2, 1), ((3, 8, 8),), (("auto", 2),)),
+    "adaptive": Case(
+        lambda f, x: functional.adaptive_avg_pool2d(f(x), 4), ((3, 8, 8),), (("auto", 2),)
+    ),
+    "integers": Case(round_off, ((4, 8),), (("greedy", 4),)),
+    "out": Case(divide_into, ((12, 8),), (("tensor", 2), ("greedy", 2))),
+    "amsgrad": Case(lambda f, x: f(x).tanh(), ((12, 8),), (("fsdp", 2), ("tensor", 2))),
+    **{
+        f"mask {shape}": Case(attend, ((4, 6, 8), shape), (("auto", 2), ("tensor", 2)), (8, 24))
+        for shape in MASKS
+    },
+    "bools": Case(attend_where, ((4, 6, 8), MASKS[0]), (("auto", 2), ("tensor", 2)), (8, 24)),
+    "one sample": Case(
+        lambda f, x: functional.cross_entropy(f(x), torch.tensor(3)), ((8,),), (("auto", 2),)
+    ),
 }
 
 
@@ -82,6 +139,8 @@ def test_ranks_train_as_one_process_does(name: str, method: str, num_ranks: int)
     batch = tuple(torch.randn(shape) for shape in case.shapes)
     batch = batch if len(batch) > 1 else batch[0]
     loss, optimizer = _rank_cases.square, _rank_cases.make_optimizer(model)
+    if name == "amsgrad":
+        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     graph = penstock.capture(model, optimizer, batch, loss=loss)
     found = partition(graph, devices=num_ranks, machine=MACHINE, method=method, time_limit=0.5)
     check(graph, found)

@@ -16,10 +16,13 @@ share a key's, a strided convolution reads two rows for one of its result.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.graph.encoding import dtype_from_name
 from penstock.graph.step_graph import Operator, TensorView, views_in
+from penstock.partitioner.axes._arguments import bind_arguments, find_out_results, find_places
 from penstock.partitioner.axes._table import WHOLE, Labels, LetterDraft, find_entry
 
 
@@ -72,14 +75,45 @@ def find_rule(operator: Operator) -> AxisRule | None:
     name, make = find_entry(operator.target)
     if make is None:
         return None
-    draft = make(name, operator)
+    draft = make(name, bind_arguments(operator))
+    draft = None if draft is None else _label_keywords(operator, draft)
     return None if draft is None else _fill_in(operator, draft)
+
+
+def _label_keywords(operator: Operator, draft: LetterDraft) -> LetterDraft | None:
+    """Return letters of an operator with those of `out=`; None if a keyword's are not known."""
+    places, out = find_places(operator.target), find_out_results(operator.target)
+    inputs = dict(draft.inputs)
+    written: set[str] = set()
+    for name, value in operator.kwargs.items():
+        if name in out and isinstance(value, TensorView):
+            index = out[name]
+            result = operator.outputs[index] if index < len(operator.outputs) else None
+            if result is None or result.shape != value.shape:
+                return None
+            inputs[places[name]] = draft.outputs.get(index, (WHOLE,) * len(value.shape))
+            written.update(draft.sums.get(index, ""))
+        elif any(view.shape for view in views_in(value)) and places.get(name) not in inputs:
+            return None
+    # Ranks cannot add up what they write into a tensor that is there already.
+    return _without_letters(draft._replace(inputs=inputs), written)
+
+
+def _without_letters(draft: LetterDraft, letters: set[str]) -> LetterDraft:
+    """Return a draft in which the dimensions of some letters are whole."""
+
+    def whole(labels: Mapping[int, Labels]) -> dict[int, Labels]:
+        return {i: tuple(WHOLE if x in letters else x for x in each) for i, each in labels.items()}
+
+    sums = {i: "".join(x for x in each if x not in letters) for i, each in draft.sums.items()}
+    return draft._replace(inputs=whole(draft.inputs), outputs=whole(draft.outputs), sums=sums)
 
 
 def _fill_in(operator: Operator, draft: LetterDraft) -> AxisRule:
     inputs, first_only = [], set()
-    numbered = [*enumerate(operator.args), *((-1, each) for each in operator.kwargs.values())]
-    for index, argument in numbered:
+    places = find_places(operator.target)
+    keywords = ((places.get(name, -1), each) for name, each in operator.kwargs.items())
+    for index, argument in (*enumerate(operator.args), *keywords):
         for view in views_in(argument):
             labels = draft.inputs.get(index, (WHOLE,) * len(view.shape))
             if view.shape == (0,) and len(labels) > 1:
@@ -97,10 +131,16 @@ def _fill_in(operator: Operator, draft: LetterDraft) -> AxisRule:
     return AxisRule(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        is_linear=draft.is_linear,
+        is_linear=draft.is_linear and all(map(_is_float, (*inputs, *outputs))),
         first_only=frozenset(first_only),
         averages=draft.averages,
     )
+
+
+def _is_float(operand: LabelledView) -> bool:
+    """Return whether sums may be split into terms that are no whole numbers."""
+    dtype = dtype_from_name(operand.view.dtype)
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _operand(

@@ -10,6 +10,7 @@ import torch
 
 from penstock.graph.encoding import EMPTY, FULL, OWN_TARGETS, resolve
 from penstock.graph.step_graph import Operator, TensorView, views_in
+from penstock.partitioner.axes._arguments import find_argument
 
 Labels = tuple[str, ...]
 """A letter for each dimension; `""` where every rank needs all of it."""
@@ -18,7 +19,10 @@ WHOLE = ""
 
 
 class LetterDraft(NamedTuple):
-    """Letters by argument and by result, before views that are not named are filled in."""
+    """Letters by place of argument and by result, before views that are not named are filled in.
+
+    Entries take operators with all arguments in the places of their schemas.
+    """
 
     inputs: Mapping[int, Labels]
     outputs: Mapping[int, Labels]
@@ -87,11 +91,12 @@ def _elementwise(name: str, operator: Operator) -> LetterDraft | None:
 
 def _is_linear(name: str, operator: Operator) -> bool:
     """Return whether the sum of results is the result of the sum of all tensor operands."""
-    num_tensors = sum(isinstance(each, TensorView) and bool(each.shape) for each in operator.args)
+    num_tensors = sum(isinstance(each, TensorView) for each in operator.args)
     if name in ("add", "sub"):
         return num_tensors == 2
-    is_scaled = name in ("mul", "div") and not operator.kwargs
-    return num_tensors == 1 and (is_scaled or name in ("neg", "clone", "_to_copy"))
+    is_scaled = name in ("mul", "div") and find_argument(operator, "rounding_mode") is None
+    is_first = num_tensors == 1 and isinstance(operator.args[0], TensorView)
+    return is_first and (is_scaled or name in ("neg", "clone", "_to_copy"))
 
 
 def _is_list_of_views(value: Any) -> bool:
@@ -123,42 +128,36 @@ def _product(spec: str) -> Callable[[str, Operator], LetterDraft]:
     return make
 
 
-def _rowwise(position: int) -> Callable[[str, Operator], LetterDraft | None]:
-    """Return the entry of operators along the dimension that an argument names."""
-
-    def make(name: str, operator: Operator) -> LetterDraft | None:
-        views = [*views_in(operator.args)]
-        default = 0 if name == "cat" else -1
-        dim = operator.args[position] if position < len(operator.args) else default
-        dims = dim if isinstance(dim, tuple) else (dim,)
-        if not views or not all(isinstance(each, int) for each in dims):
-            return None
-        num = max(len(each.shape) for each in views)
-        along = {each % num for each in dims} if num else set()
-        letters = tuple(WHOLE if i in along else _letters(num)[i] for i in range(num))
-        same = {
-            index: letters
-            for index, each in enumerate(operator.args)
-            if (isinstance(each, TensorView) and len(each.shape) == num) or _is_list_of_views(each)
-        }
-        results = {
-            index: letters
-            for index, each in enumerate(operator.outputs)
-            if each is not None and len(each.shape) == num
-        }
-        is_linear = name in ("cat", "slice_backward", "select_backward")
-        return LetterDraft(same, results, is_linear=is_linear)
-
-    return make
+def _rowwise(name: str, operator: Operator) -> LetterDraft | None:
+    """Operators along the dimensions that an argument names."""
+    views = [*views_in(operator.args)]
+    dim = find_argument(operator, "dim", "dims")
+    dims = dim if isinstance(dim, tuple) else (dim,)
+    if not views or not all(isinstance(each, int) for each in dims):
+        return None
+    num = max(len(each.shape) for each in views)
+    along = {each % num for each in dims} if num else set()
+    letters = tuple(WHOLE if i in along else _letters(num)[i] for i in range(num))
+    same = {
+        index: letters
+        for index, each in enumerate(operator.args)
+        if (isinstance(each, TensorView) and len(each.shape) == num) or _is_list_of_views(each)
+    }
+    results = {
+        index: letters
+        for index, each in enumerate(operator.outputs)
+        if each is not None and len(each.shape) == num
+    }
+    return LetterDraft(same, results, is_linear=name in ("cat", "slice_backward"))
 
 
 def _stack(name: str, operator: Operator) -> LetterDraft | None:
     """Tensors side by side along a dimension of their own."""
-    result, *dim = operator.outputs[0], *operator.args[1:]
+    result = operator.outputs[0]
     if result is None:
         return None
     num = len(result.shape)
-    place = (dim[0] if dim else 0) % num
+    place = operator.args[1] % num
     letters = _letters(num - 1)
     labels = (*letters[:place], WHOLE, *letters[place:])
     return LetterDraft({0: letters}, {0: labels}, is_linear=True)
@@ -203,7 +202,8 @@ def _reduction(name: str, operator: Operator) -> LetterDraft | None:
     if result is None:
         return None
     num = len(view.shape)
-    dims = operator.args[1] if len(operator.args) > 1 else None
+    dims = find_argument(operator, "dim")
+    dims = (dims,) if isinstance(dims, int) else dims
     along = {each % num for each in dims} if isinstance(dims, tuple) and dims else set(range(num))
     letters = _letters(num)
     kept = tuple(each for index, each in enumerate(letters) if index not in along)
@@ -259,22 +259,25 @@ def _batch_norm(name: str, operator: Operator) -> LetterDraft:
 
 
 def _images(name: str, operator: Operator) -> LetterDraft:
-    """Operators on each image and channel apart: pooling, resizing."""
-    labels = {
-        index: ("n", "c", *(WHOLE,) * (len(each.shape) - 2))
-        for index, each in enumerate(operator.args)
-        if isinstance(each, TensorView)
-    }
-    results = {
-        index: ("n", "c", *(WHOLE,) * (len(each.shape) - 2))
-        for index, each in enumerate(operator.outputs)
-        if each is not None
-    }
-    return LetterDraft(labels, results)
+    """Operators on each image and channel apart: pooling, resizing; of one image too."""
+
+    def label(view: TensorView) -> Labels:
+        return (*("n", "c")[4 - len(view.shape) :], WHOLE, WHOLE)
+
+    views = {i: each for i, each in enumerate(operator.args) if isinstance(each, TensorView)}
+    made = {i: each for i, each in enumerate(operator.outputs) if each is not None}
+    return LetterDraft(
+        {index: label(each) for index, each in views.items()},
+        {index: label(each) for index, each in made.items()},
+    )
 
 
 def _rows_of_image(operator: Operator, image: TensorView, places: TensorView, first: int) -> int:
-    """Return the halo of a convolution's rows; -1 if they cannot be split."""
+    """Return the halo of a convolution's rows; -1 if they cannot be split.
+
+    Row r of the result reads rows from r * stride - padding to before that + reach, so a rank needs
+    `padding` rows before its own and `reach - stride - padding` after them.
+    """
     stride, padding, dilation = operator.args[first : first + 3]
     weight = operator.args[first - 2 if first == 3 else 2]
     if operator.args[first + 3] or operator.args[first + 5] != 1 or len(image.shape) != 4:
@@ -282,7 +285,9 @@ def _rows_of_image(operator: Operator, image: TensorView, places: TensorView, fi
     reach = dilation[0] * (weight.shape[2] - 1) + 1
     if image.shape[2] != places.shape[2] * stride[0] or reach - stride[0] > 2 * padding[0]:
         return -1
-    return max(0, reach - stride[0])
+    if padding[0] == 0:
+        return max(0, reach - stride[0])
+    return reach - stride[0] if reach - stride[0] >= padding[0] else -1
 
 
 def _convolution(name: str, operator: Operator) -> LetterDraft | None:
@@ -340,13 +345,17 @@ def _embedding_backward(name: str, operator: Operator) -> LetterDraft:
 
 def _loss(name: str, operator: Operator) -> LetterDraft:
     """Losses of classes: the mean is over all ranks' weights."""
-    labels = ("n",) + (WHOLE,) * (len(operator.args[0].shape) - 1)
+    if len(operator.args[0].shape) == 1:  # one sample: its dimension is of classes
+        return LetterDraft({}, {})
+    labels = ("n", WHOLE)
     kept: dict[int, Labels] = {0: ("n",)} if operator.args[3] == 0 else {}
     return LetterDraft({0: labels, 1: ("n",)}, kept, sums={0: "" if kept else "n", 1: "n"})
 
 
 def _loss_backward(name: str, operator: Operator) -> LetterDraft:
-    labels = ("n",) + (WHOLE,) * (len(operator.args[1].shape) - 1)
+    if len(operator.args[1].shape) == 1:
+        return LetterDraft({}, {})
+    labels = ("n", WHOLE)
     grad: dict[int, Labels] = {0: ("n",)} if operator.args[0].shape else {}
     return LetterDraft({**grad, 1: labels, 2: ("n",)}, {0: labels})
 
@@ -367,8 +376,13 @@ def _attention(name: str, operator: Operator) -> LetterDraft:
         for index, each in enumerate(operator.outputs)
         if each is not None and len(each.shape) > 2
     }
+    places = find_argument(operator, "query").shape[:2]
+    bias = find_argument(operator, "attn_mask", "attn_bias")
+    if isinstance(bias, TensorView):  # broadcast to samples and heads, queries and keys
+        place = next(i for i, each in enumerate(operator.args) if each is bias)
+        whole = (*places, *bias.shape[-2:])
+        inputs[place] = _broadcast(bias, whole, ("b", "h", WHOLE, WHOLE))
     # A key that all heads of queries share: each rank has the gradient of its own heads.
-    places = operator.outputs[0].shape[:2] if operator.outputs[0] is not None else ()
     sums = {
         index: "".join(
             letter
@@ -384,10 +398,12 @@ def _attention(name: str, operator: Operator) -> LetterDraft:
 def _gather(name: str, operator: Operator) -> LetterDraft | None:
     """One element of a row for each index: the other dimensions go together."""
     view, dim, index = operator.args[:3]
-    letters = [*_letters(len(view.shape))]
-    letters[dim % len(letters)] = WHOLE
-    if view.shape[: dim % len(letters)] != index.shape[: dim % len(letters)]:
+    num = len(view.shape)
+    if not num or len(index.shape) != num:
         return None
+    sizes = zip(_letters(num), view.shape, index.shape, strict=True)
+    letters = [letter if size == other else WHOLE for letter, size, other in sizes]
+    letters[dim % num] = WHOLE
     return LetterDraft({0: tuple(letters), 2: tuple(letters)}, {0: tuple(letters)})
 
 
@@ -436,12 +452,12 @@ _TABLE: Mapping[str, Callable[[str, Operator], LetterDraft | None]] = {
     **{"bmm": _product("bmk,bkn->bmn"), "baddbmm": _product("bmk,bkn->bmn")},
     "dot": _product("k,k->"),
     **{"convolution": _convolution, "convolution_backward": _convolution_backward},
-    **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), _rowwise(1)),
-    **dict.fromkeys(("cumsum", "cumprod", "sort", "argsort", "flip"), _rowwise(1)),
-    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _rowwise(2)),
-    **dict.fromkeys(("slice_backward",), _rowwise(2)),
-    **{"cat": _rowwise(1), "stack": _stack},
-    "topk": _rowwise(2),
+    **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), _rowwise),
+    **dict.fromkeys(("cumsum", "cumprod", "sort", "argsort", "flip"), _rowwise),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _rowwise),
+    **dict.fromkeys(("slice_backward",), _rowwise),
+    **{"cat": _rowwise, "stack": _stack},
+    "topk": _rowwise,
     "select_backward": _select_backward,
     **dict.fromkeys(("sum", "mean"), _reduction),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
