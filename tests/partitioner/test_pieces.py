@@ -75,3 +75,9 @@ def test_pieces_of_ranks_have_views_of_their_rows():
     for rows, offset in ((2, 8), (3, 0), (2, 24)):  # indices of the whole are not a rank's
         part = view._replace(shape=(rows, 8), offset=offset)
         assert view_piece(part, CUTS, piece, (2, 8)) is None
+
+
+def test_a_broadcast_dimension_of_a_whole_storage_may_be_split():
+    whole = make_piece((0, 0, 0, 0), EXTENTS, 0)
+    view = TensorView(0, "float32", (32, 6), (1, 0))
+    assert view_piece(view, CUTS, whole, (32, 3)) == view._replace(shape=(32, 3))

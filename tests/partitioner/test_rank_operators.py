@@ -40,7 +40,8 @@ class Layer(nn.Module):
         self.function = forward
 
     def forward(self, *batch: Tensor) -> Tensor:
-        return self.function(self.linear, batch if len(batch) > 1 else batch[0])
+        first, *others = batch
+        return self.function(self.linear, batch if others else first)
 
 
 class Case(NamedTuple):
@@ -136,8 +137,8 @@ def test_ranks_train_as_one_process_does(name: str, method: str, num_ranks: int)
     case = CASES[name]
     torch.manual_seed(0)
     model = Layer(case.forward, *case.sizes)
-    batch = tuple(torch.randn(shape) for shape in case.shapes)
-    batch = batch if len(batch) > 1 else batch[0]
+    first, *others = (torch.randn(shape) for shape in case.shapes)
+    batch = (first, *others) if others else first
     loss, optimizer = _rank_cases.square, _rank_cases.make_optimizer(model)
     if name == "amsgrad":
         optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)

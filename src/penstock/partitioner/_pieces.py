@@ -189,7 +189,8 @@ def view_piece(
     """
     extents = tuple(high // low for low, high in pairwise(cuts))
     if piece.extents == extents and piece.strides == dense_strides(extents):
-        whole = view._replace(value=piece.value, offset=piece.offset + view.offset)
+        offset = piece.offset + view.offset
+        whole = view._replace(value=piece.value, shape=shape, offset=offset)
         return whole if view.end <= cuts[-1] else None
     places = _indices_in_piece(view.offset, cuts, piece)
     if places is None:
@@ -278,6 +279,8 @@ def _stride_in_piece(
         spans = factor == 1 and covered == size and cuts[axis] == whole_end
         if not spans or any(places[each] for each in axes):
             return None
+    elif size != view.shape[dim]:
+        return None
     return _DimInPiece(first, axes)
 
 
