@@ -247,7 +247,7 @@ def _batch_norm(name: str, operator: Operator) -> LetterDraft:
     So a norm whose batch is split has the statistics of the whole batch, as SyncBatchNorm.
     """
     num = len(operator.args[0].shape)
-    letters = ("n", "c", *_letters(num)[: num - 2])
+    letters = ("n", "c", *"abd"[: num - 2])
     inputs = {
         index: letters if len(each.shape) == num else ("c",)
         for index, each in enumerate(operator.args)
