@@ -216,6 +216,8 @@ def test_batches_of_a_step_that_was_captured_with_an_expanded_one():
         for batch in (first, torch.randn(1, 8).expand(6, 8), torch.randn(1, 8).repeat(6, 1)):
             expected = model(batch).square().mean()
             assert torch.equal(step(batch), expected.detach())
-        for batch in (torch.randn(6, 8), torch.randn(6, 1).expand(6, 8)):
+        zero = torch.zeros(6, 8)
+        zero[2, 3] = float("nan")  # not the zero of the other rows
+        for batch in (torch.randn(6, 8), torch.randn(6, 1).expand(6, 8), zero):
             with pytest.raises(ValueError, match=r"batch was captured with .*share memory"):
                 step(batch)

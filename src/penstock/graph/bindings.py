@@ -79,13 +79,18 @@ def _lay_out(name: str, tensor: torch.Tensor, view: TensorView) -> torch.Tensor:
     # Of other elements that share memory the latest is kept.
     memory.as_strided(once.shape, view.stride, view.offset).copy_(once)
     shares = once.shape != tensor.shape or view.end < view.offset + tensor.numel()
-    if shares and not torch.equal(found.nan_to_num(), tensor.nan_to_num()):
+    if shares and not _has_numbers(found, tensor):
         raise ValueError(
             f"{name} was captured with the strides {view.stride}, by which elements share memory, "
             "as expanded tensors do, and they are different numbers now: capture with a batch "
             "whose tensors are .contiguous()"
         )
     return found
+
+
+def _has_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same numbers; a NaN is the same as another."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _has_other_order(tensor: torch.Tensor, view: TensorView) -> bool:

@@ -100,7 +100,7 @@ def choose_chain(modules: Sequence[Module], x: Tensor, *row_args: Tensor) -> Cha
     """
     key = (
         *(x.shape, x.dtype, x.device, x.requires_grad, torch.is_grad_enabled()),
-        torch.get_num_threads(),
+        *(torch.get_num_threads(), bool(find_parameters(modules))),
         *(each.training for each in modules if isinstance(each, nn.Module)),
     )
     try:

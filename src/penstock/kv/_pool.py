@@ -101,7 +101,7 @@ class BlockPool(Owner):
         host_bytes = None if host_memory is None else parse_bytes(host_memory, name="host_memory")
         if prefix is not None and not isinstance(prefix, PrefixFile):
             prefix = PrefixFile(os.fspath(prefix))
-        self._alignment_bytes = 64 if store is prefix is None else DIRECT_IO_BYTES
+        self._alignment_bytes = 64 if store is None and prefix is None else DIRECT_IO_BYTES
         self._make_tiers = functools.partial(
             PoolTiers,
             self.platform,
