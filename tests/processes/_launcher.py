@@ -4,13 +4,14 @@ The text of this file, below a line that names the interpreter, is a program of 
 (`fork_servers.write_launcher`). It passes on its arguments, environment, directory and open files,
 then its signals; its exit status is that of the process. What the server cannot do as `python`
 would, `python` does.
+
+It imports only what is a module of C: the others take as long as Python itself to start.
 """
 
-import array
-import json
+import _signal as signal
+import _socket as socket
+import marshal
 import os
-import signal
-import socket
 import sys
 
 # What the server's interpreter has read before it forks; these it reads again.
@@ -60,8 +61,8 @@ def main(address: str, python: str) -> None:
         "executable": sys.argv[0],
         "ignores_interrupts": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
     }
-    text = json.dumps(request).encode()
-    rights = array.array("i", files)
+    text = marshal.dumps(request)
+    rights = b"".join(file.to_bytes(4, sys.byteorder) for file in files)
     server.sendmsg(
         [len(text).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
     )
