@@ -8,7 +8,7 @@ would, `python` does.
 It imports only what is a module of C: the others take as long as Python itself to start.
 """
 
-import _signal as signal
+import _signal as signal  # pyright: ignore[reportMissingImports] (it has no stub)
 import _socket as socket
 import marshal
 import os
