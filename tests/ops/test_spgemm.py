@@ -413,3 +413,20 @@ def test_gradients_of_other_patterns_are_read_where_the_product_is():
     expected = torch.autograd.grad(c, operands, given.to_dense())
     for each, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(each.values(), wanted.values())
+
+
+def test_values_on_other_devices_are_refused_and_never_read():
+    eye, values = torch.eye(3).to_sparse_csr(), torch.rand(3)
+    pattern = product_pattern(eye, eye)
+    with pytest.raises(ValueError, match="left_values on cpu, right_values on meta"):
+        pattern.multiply(values, values.to("meta"))
+    with pytest.raises(ValueError, match="left_values on meta, right_values on cpu"):
+        pattern.multiply(values.to("meta"), values)
+
+
+def test_a_budget_beside_a_pattern_is_that_of_the_call():
+    eye = torch.eye(3).to_sparse_csr()
+    pattern = product_pattern(eye, eye)
+    assert torch.equal(spgemm(eye, eye, pattern=pattern, max_bytes=1).values(), torch.ones(3))
+    with pytest.raises(ValueError, match="max_bytes is 0"):
+        spgemm(eye, eye, pattern=pattern, max_bytes=0)

@@ -33,9 +33,7 @@ class ProductOperands:
         cls, left: Rows, right: Rows, mask: Rows | None, max_bytes: int | str | None
     ) -> ProductOperands:
         """Return the patterns of a call."""
-        budget = _DEFAULT_BYTES if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
-        if budget < 1:
-            raise ValueError(f"max_bytes is {max_bytes!r}, but must be at least 1")
+        budget = read_budget(max_bytes)
         dtypes = {each.columns.dtype for each in (left, right)}
         dtype = torch.int64 if torch.int64 in dtypes else torch.int32
         mask = None if mask is None else mask.to(dtype)
@@ -46,6 +44,14 @@ class ProductOperands:
         """Offsets and columns of each, as operators take them."""
         given = [each for each in (self.left, self.right, self.mask) if each is not None]
         return [each for rows in given for each in (rows.offsets, rows.columns)]
+
+
+def read_budget(max_bytes: int | str | None) -> int:
+    """Return the bytes of a workspace."""
+    budget = _DEFAULT_BYTES if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
+    if budget < 1:
+        raise ValueError(f"max_bytes is {max_bytes!r}, but must be at least 1")
+    return budget
 
 
 def multiply(

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from penstock.compat.autograd import is_dispatch_watched
 from penstock.compat.dynamo import run_uncompiled
-from penstock.ops._operands import check_operand, sum_dtype
+from penstock.ops._operands import check_operand, check_together, sum_dtype
 from penstock.ops.sparse._operands import read_operand
 from penstock.ops.sparse._operator import spgemm_pattern, spgemm_values
-from penstock.ops.sparse._product import ProductOperands, assemble, multiply
+from penstock.ops.sparse._product import ProductOperands, assemble, multiply, read_budget
 from penstock.ops.sparse._rows import Rows
 
 _UNCOMPILED = "sparse tensors are not traced; `ProductPattern.multiply` has dense operands"
@@ -46,7 +46,8 @@ def spgemm(
         mask: `(m, n)`, sparse: entries of the product outside of its pattern are not computed.
         pattern: Of this product, by `product_pattern`: the columns of the result are not looked for
             again.
-        max_bytes: Of the workspace, which holds a row of the result at least; None for 64 MiB.
+        max_bytes: Of the workspace, which holds a row of the result at least; None for that of
+            `pattern`, or 64 MiB.
 
     Returns:
         `(m, n)`, in CSR with sorted columns, or in COO where `a` is. An entry is stored where
@@ -128,7 +129,7 @@ class ProductPattern:
 
         Raises:
             TypeError: Dtypes differ.
-            ValueError: The values are not those of the operands' entries.
+            ValueError: The values are not those of the operands' entries, or are on other devices.
         """
         if left_values.dtype != right_values.dtype:
             raise TypeError(
@@ -146,6 +147,9 @@ class ProductPattern:
                     f"{name} has the shape {tuple(values.shape)}, but must have a value for each "
                     f"of the operand's {len(stored)} entries"
                 )
+        check_together(left_values=left_values, right_values=right_values)
+        if left_values.device.type != "meta":  # of which there are only shapes
+            check_together(left_values=left_values, pattern=self.columns)
         dtype = sum_dtype(left_values.dtype)
         result = spgemm_values(
             self.left.sum_values(left_values.to(dtype)),
@@ -199,6 +203,8 @@ def _multiply(
         pattern = _find(call)  # made of operators, which are seen
     else:
         pattern.require(left, right)
+        if max_bytes is not None:
+            pattern = dataclasses.replace(pattern, max_bytes=read_budget(max_bytes))
     return assemble(pattern.result, pattern.multiply(left_values, right_values), a.layout)
 
 
