@@ -11,6 +11,7 @@ from penstock.units import (
     format_seconds,
     parse_bandwidth,
     parse_bytes,
+    parse_count,
 )
 
 
@@ -131,3 +132,19 @@ def test_format_bandwidth():
 )
 def test_format_seconds(seconds: float, expected: str):
     assert format_seconds(seconds) == expected
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)])
+def test_whole_numbers_of_any_type_are_counts(value):
+    assert parse_count(value) == 3 and type(parse_count(value)) is int
+
+
+@pytest.mark.parametrize("value", [3.0, "3", None, np.float64(3), np.array([1, 2])])
+def test_what_is_no_whole_number_is_no_count(value):
+    with pytest.raises(TypeError, match=r"heads is .* but must be a whole number: pass an int"):
+        parse_count(value, name="heads")
+
+
+def test_counts_below_the_least_are_refused():
+    with pytest.raises(ValueError, match="heads is 0, but must be at least 1"):
+        parse_count(0, name="heads", least=1)

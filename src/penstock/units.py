@@ -1,4 +1,4 @@
-"""Byte counts, bandwidths and durations as users write them, to numbers and back.
+"""Counts, byte counts, bandwidths and durations as users write them, to numbers and back.
 
 Every size that a user passes to Penstock goes through this file, so that `"8GiB"` means the same
 everywhere and a wrong size is refused with the name of the argument that carried it.
@@ -55,6 +55,35 @@ def parse_bytes(value: int | str, *, name: str = "value") -> int:
     if num_bytes < 0:
         raise ValueError(f"{name} must be {_ACCEPTED_BYTES}; got {value!r}")
     return num_bytes
+
+
+def parse_count(value: object, *, name: str = "value", least: int = 0) -> int:
+    """Turn a number of things into an int, whatever type of whole numbers it has.
+
+    Example:
+        >>> parse_count(3, name="groups", least=1)
+        3
+
+    Args:
+        value: An int, or a whole number of another library, such as `numpy.int64`.
+        name: The argument that carried the value, for the error message.
+        least: The least number that is accepted.
+
+    Raises:
+        TypeError: `value` is no whole number; a float is none, whatever its value.
+        ValueError: It is less than `least`.
+    """
+    try:
+        # An int stays the one it is, which may be a symbol of a graph that is traced.
+        count = value if isinstance(value, int) else operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise TypeError(
+            f"{name} is {value!r} of type {type(value).__name__}, but must be a whole number: "
+            "pass an int"
+        ) from None
+    if count < least:
+        raise ValueError(f"{name} is {value}, but must be at least {least}")
+    return count
 
 
 def parse_share(text: object) -> Fraction | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.ops import (
     GroupRational,
+    LocalConv2d,
     column_reduce,
     deform_conv2d,
     dynamic_filter2d,
@@ -66,3 +68,104 @@ def test_gradients_of_one_operand_alone_are_those_of_both():
     right = torch.autograd.grad(spgemm(sparse[0].detach(), sparse[1]).values().sum(), sparse[1])
     for found, wanted in zip((*left, *right), both, strict=True):
         assert torch.equal(found.values(), wanted.values())
+
+
+# --------------------------------------------------------------------------- whole numbers
+
+
+def deform(**options) -> Tensor:
+    return deform_conv2d(IMAGES, OFFSETS, torch.rand(2, 2, 3, 3), **options)
+
+
+def filter_locally(**options) -> Tensor:
+    return local_conv2d(IMAGES, torch.rand(2, 2, 3, 3, 2, 2), **options)
+
+
+def test_whole_numbers_of_other_libraries_are_ints():
+    one, two = np.int64(1), np.int32(2)
+    assert filter_locally(stride=one, padding=(0, np.uint8(0)), groups=one).shape == (1, 2, 2, 2)
+    assert deform(stride=one, dilation=[one, 1]).shape == (1, 2, 2, 2)
+    assert unfold_windows(IMAGES, two).shape == (1, 2, 3, 3, 2, 2)
+    layer = LocalConv2d(two, np.int64(4), two, (np.int64(4), 4), groups=two)
+    assert layer(IMAGES).shape == (1, 4, 3, 3) and type(layer.groups) is int
+    assert GroupRational(two, one, torch.tensor(0)).numerator.shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: GroupRational(2.5), TypeError, r"num_groups is 2\.5 of type float.*pass an int"),
+        (lambda: GroupRational(2, 5.0), TypeError, r"numerator_degree is 5\.0"),
+        (lambda: GroupRational(2, 5, "4"), TypeError, "denominator_degree is '4'"),
+        (lambda: LocalConv2d(4, 6, 3, 6.5), TypeError, r"image_size is 6\.5, but must be an int"),
+        (lambda: LocalConv2d(4, 6, 3, (6, 7, 8)), TypeError, r"image_size is \(6, 7, 8\)"),
+        (lambda: LocalConv2d(4, 6, 3.0, 6), TypeError, r"kernel_size is 3\.0"),
+        (lambda: LocalConv2d(-4, 6, 3, 6), ValueError, "in_channels is -4, but must be at least 0"),
+        (lambda: LocalConv2d(4, 6.0, 3, 6), TypeError, r"out_channels is 6\.0"),
+        (lambda: LocalConv2d(4, 6, 3, 6, groups=2.0), TypeError, r"groups is 2\.0"),
+        (lambda: filter_locally(groups=1.0), TypeError, r"groups is 1\.0"),
+        (lambda: filter_locally(padding=np.float64(1)), TypeError, "padding is np.float64"),
+        (lambda: deform(stride=(1, 1.0)), TypeError, r"stride is \(1, 1\.0\)"),
+        (lambda: deform(stride=None), TypeError, "stride is None"),
+    ],
+)
+def test_other_numbers_are_refused(call, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# --------------------------------------------------------------------------- biases
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (2,), (5, 1, 1), (5, 3, 2), (1, 5, 1, 1), (4, 5, 3, 2)])
+def test_biases_are_broadcast_to_the_result(shape: tuple[int, ...], dtype: torch.dtype):
+    x, weight = torch.rand(4, 1, 3, 2, dtype=dtype), torch.rand(5, 1, 1, 1, 3, 2, dtype=dtype)
+    for bias in (torch.rand(shape, dtype=dtype), torch.rand(shape)):
+        expected = local_conv2d(x, weight) + bias.to(dtype)
+        assert torch.equal(local_conv2d(x, weight, bias), expected)
+
+
+def test_derivatives_of_a_bias_are_those_of_torch():
+    weight, bias = torch.rand(2, 2, 3, 3, 2, 2), torch.rand(2, 1, 1)
+
+    def of_bias(bias: Tensor) -> Tensor:
+        return local_conv2d(IMAGES, weight, bias)
+
+    tangent = torch.func.jvp(of_bias, (bias,), (bias,))[1]
+    assert torch.equal(tangent, bias.expand(1, 2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("bias", "error", "message"),
+    [
+        (torch.zeros(3, 1, 2, 2, 2), ValueError, r"bias has the shape \(3, 1, 2, 2, 2\)"),
+        (torch.zeros(3, 2, 2, 2), ValueError, r"broadcast to \(1, 2, 2, 2\)"),
+        (torch.zeros(3, 2), ValueError, r"must have \(O, Ho, Wo\), \(2, 2, 2\)"),
+        (torch.zeros(2, 2, 2).cfloat(), TypeError, "bias has the dtype torch.complex64"),
+        (torch.zeros(2, 2, 2).long(), TypeError, "bias has the dtype torch.int64"),
+        (torch.zeros(2, 2, 2, device="meta"), ValueError, "x, bias must be on one device"),
+    ],
+)
+def test_biases_that_do_not_fit_are_refused(bias: Tensor, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        filter_locally(bias=bias)
+
+
+# --------------------------------------------------------------------------- devices, autocast
+
+
+def test_a_shape_is_computed_without_memory():
+    images, offsets = IMAGES.to("meta"), OFFSETS.to("meta")
+    weight, bias = torch.rand(2, 2, 3, 3, device="meta"), torch.rand(2, device="meta")
+    assert deform_conv2d(images, offsets, weight, bias).shape == (1, 2, 2, 2)
+    values = torch.rand(3, device="meta")
+    assert product_pattern(EYE, EYE).multiply(values, values).shape == (3,)
+
+
+def test_autocast_does_not_cast_what_is_refused_without():
+    bias = torch.ones(2, dtype=torch.complex64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert deform(bias=bias.real).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"bias has the dtype torch\.complex64"):
+            deform(bias=bias)

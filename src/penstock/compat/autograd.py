@@ -10,6 +10,8 @@ import torch
 from torch._C import _autograd
 from torch.autograd import forward_ad
 
+from penstock.compat.dynamo import mark_constant
+
 current_graph_task_id = torch._C._current_graph_task_id
 """Return the number of the backward pass that this thread is in; -1 outside of one."""
 
@@ -135,3 +137,15 @@ def outside_saving_hooks() -> contextlib.AbstractContextManager[None]:
 
 def _keep(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a type of devices; None where it is off or there is none."""
+    if not (_has_autocast(device) and torch.is_autocast_enabled(device)):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+@mark_constant  # torch 2.11 does not trace it
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,19 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is not of floating-point numbers that the operators know.
+
+    Raises:
+        TypeError: The dtype is another.
+    """
+    if tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} has the dtype {tensor.dtype}, but must have one of "
+            f"{', '.join(map(str, DTYPES))}: convert it with {name}.float()"
+        )
+
+
 def check_operand(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that is not of floating-point numbers that the operators know, or a dual one.
 
@@ -24,11 +40,7 @@ def check_operand(name: str, tensor: Tensor) -> None:
         TypeError: The dtype is another.
         NotImplementedError: It has a tangent; without this error the result would have none.
     """
-    if tensor.dtype not in DTYPES:
-        raise TypeError(
-            f"{name} has the dtype {tensor.dtype}, but must have one of "
-            f"{', '.join(map(str, DTYPES))}: convert it with {name}.float()"
-        )
+    check_dtype(name, tensor)
     if not torch.compiler.is_compiling() and has_tangent(tensor):
         raise NotImplementedError(
             f"{name} has a tangent, but the operators of penstock.ops have no forward-mode "
@@ -45,3 +57,21 @@ def check_together(**tensors: Tensor) -> None:
     if len({each.device for each in tensors.values()}) > 1:
         found = ", ".join(f"{name} on {each.device}" for name, each in tensors.items())
         raise ValueError(f"{', '.join(tensors)} must be on one device, but are: {found}")
+
+
+def read_integers(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the integers of a sequence, or those of a number for both dimensions.
+
+    Raises:
+        TypeError: One is no whole number.
+    """
+    given = value if isinstance(value, Sequence) else (value, value)
+    try:
+        # Symbols of a graph that is traced stay what they are.
+        numbers = [
+            each if isinstance(each, (int, torch.SymInt)) else operator.index(each)
+            for each in given
+        ]
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, but must be an int or a pair of them") from None
+    return tuple(numbers)

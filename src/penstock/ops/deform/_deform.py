@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.ops._operands import check_operand, check_together, sum_dtype
+from penstock.compat.autograd import autocast_dtype
+from penstock.ops._operands import check_operand, check_together, read_integers, sum_dtype
 from penstock.ops.deform._operator import deform_forward
 from penstock.ops.deform._shapes import DeformGeometry, count_taps
 
@@ -102,9 +103,7 @@ def _convolve(
 
 
 def _as_pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
-    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if not all(isinstance(each, (int, torch.SymInt)) for each in pair):
-        raise TypeError(f"{name} is {value}, but must be an int or a pair of them")
+    pair = read_integers(name, value)
     if len(pair) != 2 or any(each < least for each in pair):
         raise ValueError(
             f"{name} is {value}, but must be a number or a pair of them, each at least {least}"
@@ -115,12 +114,19 @@ def _as_pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, 
 def _cast(
     input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return operands in the dtype of autocast, where it is on; offsets keep theirs."""
-    device = input.device.type
-    if not torch.is_autocast_enabled(device) or input.dtype == torch.float64:
+    """Return operands in the dtype of autocast, where it is on; offsets keep theirs.
+
+    What is no floating-point number stays, to be refused.
+    """
+    dtype = autocast_dtype(input.device.type)
+    if dtype is None or input.dtype == torch.float64:
         return input, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    input, weight = (
+        each.to(dtype) if each.is_floating_point() else each for each in (input, weight)
+    )
+    if bias is not None and bias.is_floating_point():
+        bias = bias.to(dtype)
+    return input, weight, bias
 
 
 def _check_dtypes(

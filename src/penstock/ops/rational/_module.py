@@ -10,6 +10,7 @@ from torch.nn.functional import gelu
 
 from penstock.ops.rational._fit import fit
 from penstock.ops.rational._rational import group_rational
+from penstock.units import parse_count
 
 
 class GroupRational(torch.nn.Module):
@@ -47,6 +48,7 @@ class GroupRational(torch.nn.Module):
         denominator: Coefficients b, `(G, n)`.
 
     Raises:
+        TypeError: A number is no int, or `activation` no function.
         ValueError: There are no groups, or a degree is negative.
     """
 
@@ -62,11 +64,9 @@ class GroupRational(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        least = {"num_groups": 1, "numerator_degree": 0, "denominator_degree": 0}
-        given = (num_groups, numerator_degree, denominator_degree)
-        for (name, lowest), value in zip(least.items(), given, strict=True):
-            if value < lowest:
-                raise ValueError(f"{name} is {value}, but must be at least {lowest}")
+        num_groups = parse_count(num_groups, name="num_groups", least=1)
+        numerator_degree = parse_count(numerator_degree, name="numerator_degree")
+        denominator_degree = parse_count(denominator_degree, name="denominator_degree")
         self.num_groups = num_groups
         self._begin = (activation, numerator_degree, denominator_degree, interval)
         make = {"device": device, "dtype": dtype}

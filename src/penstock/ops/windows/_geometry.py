@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.ops._operands import read_integers
+
 Pair = int | tuple[int, int]
 """A number for both dimensions, or one for height and one for width."""
 
@@ -33,7 +35,9 @@ class Windows(NamedTuple):
             ValueError: One is too small.
         """
         given = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-        return cls(*(_read_pair(name, value, name != "padding") for name, value in given.items()))
+        return cls(
+            *(read_pair(name, value, int(name != "padding")) for name, value in given.items())
+        )
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Windows:
@@ -86,10 +90,16 @@ class Windows(NamedTuple):
         )
 
 
-def _read_pair(name: str, value: Pair, is_positive: bool) -> tuple[int, int]:
-    pair = value if isinstance(value, Sequence) else (value, value)
-    if len(pair) != 2 or not all(isinstance(each, int) for each in pair):
+def read_pair(name: str, value: Pair, least: int) -> tuple[int, int]:
+    """Return the numbers of height and width.
+
+    Raises:
+        TypeError: It is no whole number and no pair of them.
+        ValueError: One is too small.
+    """
+    pair = read_integers(name, value)
+    if len(pair) != 2:
         raise TypeError(f"{name} is {value!r}, but must be an int or a pair of them")
-    if min(pair) < is_positive:
-        raise ValueError(f"{name} is {value!r}, but must be at least {int(is_positive)}")
+    if min(pair) < least:
+        raise ValueError(f"{name} is {value!r}, but must be at least {least}")
     return pair[0], pair[1]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from penstock.ops._operands import check_operand, check_together
+from penstock.ops._operands import check_dtype, check_operand, check_together
 from penstock.ops.windows._geometry import Pair, Windows
 from penstock.ops.windows._unfold import check_images, kernels_for
+from penstock.units import parse_count
 
 
 def local_conv2d(
@@ -43,7 +44,7 @@ def local_conv2d(
         x: `(N, C, H, W)`, float32, float16, bfloat16 or float64. Sums are of float32 at least.
         weight: `(O, C / groups, Fh, Fw, Ho, Wo)`: `weight[..., i, j]` is that of `F.conv2d` at one
             position. Any strides; `LocalConv2d` has the fastest.
-        bias: `(O, Ho, Wo)`, or another shape that is broadcast against it.
+        bias: `(O, Ho, Wo)`, or a shape that is broadcast to the result's; of any of these dtypes.
         stride: Distance of neighbouring windows, for both dimensions or `(height, width)`.
         padding: Zeros on each side.
         dilation: Distance of neighbouring elements of a window.
@@ -57,14 +58,28 @@ def local_conv2d(
         ValueError: Shapes do not fit, or operands are on several devices.
     """
     check_images(x)
-    if groups < 1:
-        raise ValueError(f"groups is {groups}, but must be at least 1")
+    groups = parse_count(groups, name="groups", least=1)
     expected = f"(O, {x.shape[1]} / {groups}, Fh, Fw, Ho, Wo) with O a multiple of {groups}"
     fits = weight.dim() == 6 and weight.shape[1] * groups == x.shape[1]
     if not fits or weight.shape[0] % groups:
         raise ValueError(f"weight has the shape {tuple(weight.shape)}, but must have {expected}")
+    if bias is not None:
+        _check_bias(x, weight, bias)
     y = _filter(x, weight, (stride, padding, dilation), groups, "weight")
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def _check_bias(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """Refuse a bias that would change the shape of the result, or lose more than digits in it."""
+    check_dtype("bias", bias)  # a tangent is right here, as torch adds it
+    check_together(x=x, bias=bias)
+    shape = (x.shape[0], weight.shape[0], *weight.shape[4:])
+    pairs = zip(bias.shape[::-1], shape[::-1], strict=False)
+    if bias.dim() > 4 or any(length not in (1, full) for length, full in pairs):
+        raise ValueError(
+            f"bias has the shape {tuple(bias.shape)}, but must have (O, Ho, Wo), {shape[1:]}, or "
+            f"one that is broadcast to {shape}: reshape it"
+        )
 
 
 def dynamic_filter2d(

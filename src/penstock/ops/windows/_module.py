@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.ops.windows._geometry import Pair, Windows
+from penstock.ops.windows._geometry import Pair, Windows, read_pair
 from penstock.ops.windows._local import local_conv2d
+from penstock.units import parse_count
 
 
 class LocalConv2d(torch.nn.Module):
@@ -40,7 +41,7 @@ class LocalConv2d(torch.nn.Module):
         dtype: Dtype of the parameters.
 
     Raises:
-        TypeError: A size is no int or pair.
+        TypeError: A number is no int, or a size no int or pair.
         ValueError: A number is too small, no window fits, or groups do not divide channels.
     """
 
@@ -60,13 +61,17 @@ class LocalConv2d(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if groups < 1 or in_channels % groups or out_channels % groups:
+        in_channels = parse_count(in_channels, name="in_channels")
+        out_channels = parse_count(out_channels, name="out_channels")
+        groups = parse_count(groups, name="groups", least=1)
+        if in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"groups is {groups}, but must divide in_channels {in_channels} and out_channels "
                 f"{out_channels}"
             )
+        kernel_size = read_pair("kernel_size", kernel_size, 1)
         self.windows = Windows.of(kernel_size, stride, padding, dilation)
-        size = (image_size, image_size) if isinstance(image_size, int) else image_size
+        size = read_pair("image_size", image_size, 0)
         out, self.groups = self.windows.count_windows(*size), groups
         # As it lies: row of positions, output and input channel, kernel, position in the row.
         lies = (out[0], out_channels, in_channels // groups, *self.windows.kernel, out[1])
