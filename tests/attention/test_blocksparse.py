@@ -143,6 +143,23 @@ def test_a_scale_that_would_get_no_gradient_is_refused():
         blocksparse(q, q, q, Layout.window(40, 9, 16), scale=torch.tensor(1.0))  # pyright: ignore
 
 
+def test_what_is_no_layout_is_refused():
+    q = torch.zeros(1, 2, 16, 8)
+    for function in (blocksparse, blocksparse_report):
+        with pytest.raises(TypeError, match="layout is None, but must be a Layout: make one"):
+            function(q, q, q, None)
+        with pytest.raises(TypeError, match=r"scale is a tensor"):
+            function(q, q, q, Layout.causal(16, 16), scale=torch.tensor(1.0))
+
+
+def test_autocast_does_not_cast_what_is_refused_without():
+    q = torch.zeros(1, 2, 16, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        for each in (q.int(), q.cfloat()):
+            with pytest.raises(TypeError, match="q, k and v have the dtypes"):
+                blocksparse(each, each, each, Layout.causal(16, 16))
+
+
 def test_layouts_of_other_lengths_and_heads_are_refused():
     q, k, v = (torch.zeros(1, 4, 40, 16) for _ in range(3))
     with pytest.raises(ValueError, match="has 40 tokens, but layout has 2 blocks of 16"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -92,6 +93,107 @@ def test_the_best_blocks_of_scores_are_listed():
 )
 def test_dense_and_causal_layouts_are_known(make, pattern: str):
     assert make().pattern == pattern
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint64]
+)
+def test_integers_of_any_dtype_are_ranges(dtype: torch.dtype):
+    first, queries = torch.arange(40) // 10 * 10, torch.full((300,), 50)
+    expected = Layout.from_ranges(first, first + 10, 16, num_keys=300, end_query=queries)
+    given = first.to(dtype), (first + 10).to(dtype)
+    found = Layout.from_ranges(*given, 16, num_keys=300, end_query=queries.to(dtype))
+    for each, wanted in zip(found.arrays, expected.arrays, strict=True):
+        assert torch.equal(each, wanted)
+
+
+def test_more_tokens_than_the_dtype_of_ranges_counts():
+    first = torch.zeros(40_000, dtype=torch.int16)
+    layout = Layout.from_ranges(first, first + 1, 128)
+    assert layout.num_blocks == 313 and int(layout.end_key.sum()) == 40_000
+
+
+def test_whole_numbers_of_other_libraries_are_ints():
+    sixteen, two = np.int64(16), torch.tensor(2)
+    layout = Layout.from_blocks(torch.ones(2, 2).bool(), sixteen, num_keys=np.int32(20))
+    assert type(layout.block) is int and type(layout.num_keys) is int
+    for found, wanted in (
+        (Layout.causal(np.int64(100), sixteen), Layout.causal(100, 16)),
+        (Layout.window(torch.tensor(100), two, 16), Layout.window(100, 2, 16)),
+        (Layout.strided(100, 16, stride=two), Layout.strided(100, 16, stride=2)),
+        (Layout.bigbird(100, 16, seed=np.int64(-3)), Layout.bigbird(100, 16, seed=-3)),
+    ):
+        assert torch.equal(found.block_mask(), wanted.block_mask())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_scores_that_are_nan_are_refused_where_they_count(dtype: torch.dtype):
+    scores = torch.arange(18).view(2, 3, 3).to(dtype)
+    expected = Layout.from_scores(scores, 2, 16, causal=True).block_mask()
+    scores[:, 0, 1:] = torch.nan  # keys after the queries
+    scores.diagonal(dim1=1, dim2=2).fill_(torch.nan)  # the best ones, whatever their scores
+    found = Layout.from_scores(scores, 2, 16, causal=True).block_mask()
+    assert torch.equal(found, expected)
+    scores[1, 2, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN at \[1, 2, 0\].* 0 other places.*nan_to_num"):
+        Layout.from_scores(scores, 2, 16, causal=True)
+    with pytest.raises(ValueError, match=r"NaN at \[0, 0, 0\]"):
+        Layout.from_scores(scores, 1, 16)
+    assert Layout.from_scores(scores.nan_to_num(-torch.inf), 1, 16).num_blocks == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Layout.causal(100.5), TypeError, r"num_tokens is 100\.5"),
+        (lambda: Layout.causal(100, 16.0), TypeError, r"block is 16\.0"),
+        (lambda: Layout.window(100, 2.5), TypeError, r"window is 2\.5"),
+        (lambda: Layout.strided(100, stride=2.5), TypeError, r"stride is 2\.5"),
+        (lambda: Layout.strided(100, local_blocks=1.5), TypeError, r"local_blocks is 1\.5"),
+        (lambda: Layout.bigbird(100, window_blocks=2.5), TypeError, r"window_blocks is 2\.5"),
+        (lambda: Layout.bigbird(100, global_blocks=1.5), TypeError, r"global_blocks is 1\.5"),
+        (lambda: Layout.bigbird(100, random_blocks=1.5), TypeError, r"random_blocks is 1\.5"),
+        (lambda: Layout.bigbird(100, seed=1.5), TypeError, r"seed is 1\.5"),
+        (
+            lambda: Layout.from_blocks(torch.ones(2, 2).bool(), num_keys=100.5),
+            TypeError,
+            r"num_keys is 100\.5",
+        ),
+        (lambda: Layout.from_blocks(torch.ones(2, 2).bool().numpy()), TypeError, "mask is ndarray"),
+        (lambda: Layout.from_scores(torch.ones(1, 2, 2), 1.5), TypeError, r"num_blocks is 1\.5"),
+        (lambda: Layout.from_scores(torch.ones(1, 2, 2).int(), 1), TypeError, "scores.float"),
+        (lambda: Layout.from_scores(torch.ones(0, 2, 2), 1), ValueError, "none of them 0"),
+        (lambda: Layout.from_ranges([0], [1]), TypeError, "first_key is list.*as_tensor"),
+        (
+            lambda: Layout.from_ranges(torch.tensor(0), torch.tensor(1)),
+            ValueError,
+            r"first_key has the shape \(\)",
+        ),
+        (
+            lambda: Layout.from_ranges(torch.zeros(3).cfloat(), torch.ones(3).long()),
+            TypeError,
+            "first_key has the dtype torch.complex64",
+        ),
+        (
+            lambda: Layout.from_ranges(torch.zeros(3).long(), torch.ones(3).long(), num_keys=-3),
+            ValueError,
+            "num_keys is -3",
+        ),
+        (
+            lambda: Layout.from_ranges(
+                torch.zeros(3).long(),
+                torch.ones(3).long(),
+                mask=torch.ones(1, 1, device="meta").bool(),
+            ),
+            ValueError,
+            "mask is on meta, but must be on cpu",
+        ),
+        (lambda: Layout.causal(32).token_mask(-3), ValueError, "num_queries is -3"),
+    ],
+)
+def test_other_numbers_and_tensors_are_refused(make, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        make()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from penstock.attention._operands import sum_dtype
 from penstock.attention._operator import attend_directly, blocksparse_forward
 from penstock.attention._paths import choose_path
 from penstock.attention._torch import attend
-from penstock.compat.autograd import is_eager, is_transformed
-from penstock.compat.dynamo import mark_constant
+from penstock.compat.autograd import autocast_dtype, is_eager, is_transformed
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -54,7 +53,7 @@ def blocksparse(
         derivatives of forward mode go through torch, with the weights of all listed blocks.
 
     Raises:
-        TypeError: Dtypes differ or are not supported, or the scale is a tensor.
+        TypeError: Dtypes differ or are not supported, the scale is a tensor, or `layout` is none.
         ValueError: A shape or a device does not fit.
     """
     q, k, v = _cast([q, k, v])
@@ -66,12 +65,7 @@ def _attend(
 ) -> Tensor:
     check_operands(q, k, v, layout)
     bias = expand_bias(bias, q, k)
-    if isinstance(scale, Tensor):
-        raise TypeError(
-            f"scale is a tensor, {scale!r}, which would get no gradient: pass a number, and "
-            "multiply q by a factor that is learned"
-        )
-    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    factor = read_scale(scale, q)
     if choose_path(q, layout, bias, factor).name != "SDPA":
         if not torch.compiler.is_compiling() and is_transformed():
             return attend(q, k, v, layout, bias, factor)
@@ -90,20 +84,32 @@ def _attend(
 
 def _cast(operands: list[Tensor]) -> list[Tensor]:
     """Return operands in the dtype of autocast, where it is on; never of float64, as torch does."""
-    device = operands[0].device.type
-    if not (_has_autocast(device) and torch.is_autocast_enabled(device)):
+    dtype = autocast_dtype(operands[0].device.type)
+    if dtype is None:
         return operands
-    dtype = torch.get_autocast_dtype(device)
-    return [each if each.dtype == torch.float64 else each.to(dtype) for each in operands]
+    return [
+        each.to(dtype) if each.is_floating_point() and each.dtype != torch.float64 else each
+        for each in operands
+    ]
 
 
-@mark_constant  # torch 2.11 does not trace it
-def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
+def read_scale(scale: float | None, q: Tensor) -> float:
+    """Return the factor of the products."""
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            f"scale is a tensor, {scale!r}, which would get no gradient: pass a number, and "
+            "multiply q by a factor that is learned"
+        )
+    return q.shape[3] ** -0.5 if scale is None else float(scale)
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
     """Refuse operands that do not fit each other or the layout."""
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"layout is {layout!r:.200}, but must be a Layout: make one, as by "
+            "Layout.causal(num_tokens)"
+        )
     if q.dtype not in _DTYPES or {k.dtype, v.dtype} != {q.dtype}:
         raise TypeError(
             f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}, but must have one of "

@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 
 from penstock.attention import _patterns
+from penstock.attention._arguments import (
+    check_integers,
+    check_mask,
+    check_scores,
+    check_tokens,
+    check_vector,
+    parse_block,
+)
 from penstock.attention._csr import BlockLists, Ranges, list_blocks
 from penstock.compat.autograd import outlive_inference
+from penstock.units import parse_count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,10 +98,10 @@ class Layout:
             TypeError: `mask` is not bool.
             ValueError: A shape, a number of tokens or `block` does not fit.
         """
-        _check_block(block)
-        mask = _check_mask(mask)
-        _check_tokens("num_queries", num_queries, mask.shape[1], block)
-        _check_tokens("num_keys", num_keys, mask.shape[2], block)
+        block = parse_block(block)
+        mask = check_mask(mask)
+        num_queries = check_tokens("num_queries", num_queries, mask.shape[1], block)
+        num_keys = check_tokens("num_keys", num_keys, mask.shape[2], block)
         ranges = _patterns.mask_ranges(mask, block, num_queries, num_keys, causal)
         seen = mask | torch.ones_like(mask[0]).triu(1) if causal else mask
         pattern = ("causal" if causal else "dense") if bool(seen.all()) else "blocks"
@@ -127,17 +136,22 @@ class Layout:
         Raises:
             TypeError, ValueError: A dtype or a shape does not fit.
         """
-        _check_block(block)
+        block = parse_block(block)
+        check_vector("first_key", first_key)
         num_queries = len(first_key)
-        num_keys = num_queries if num_keys is None else num_keys
-        _check_vector("first_key", first_key, num_queries)
-        _check_vector("end_key", end_key, num_queries)
-        _check_vector("end_query", end_query, num_keys)
+        num_keys = num_queries if num_keys is None else parse_count(num_keys, name="num_keys")
+        check_vector("end_key", end_key, num_queries)
+        if end_query is not None:
+            check_vector("end_query", end_query, num_keys)
         ranges = _patterns.pad_ranges(first_key, end_key, end_query, num_keys, block)
         if mask is not None:
-            mask = _check_mask(mask)
-            _check_tokens("num_queries", num_queries, mask.shape[1], block)
-            _check_tokens("num_keys", num_keys, mask.shape[2], block)
+            mask = check_mask(mask)
+            if mask.device != first_key.device:
+                raise ValueError(
+                    f"mask is on {mask.device}, but must be on {first_key.device}, as first_key is"
+                )
+            check_tokens("num_queries", num_queries, mask.shape[1], block)
+            check_tokens("num_keys", num_keys, mask.shape[2], block)
         return cls._of(ranges, block, mask, "blocks", num_queries, num_keys)
 
     @classmethod
@@ -152,8 +166,8 @@ class Layout:
             num_tokens: Tokens of queries and keys; calls with fewer that need all blocks fit too.
             block: Tokens of a block: 16, 32, 64 or 128.
         """
-        _check_block(block)
-        num_blocks = -(-_positive("num_tokens", num_tokens) // block)
+        block = parse_block(block)
+        num_blocks = -(-parse_count(num_tokens, name="num_tokens", least=1) // block)
         return cls.from_blocks(
             torch.ones(1, num_blocks, num_blocks, dtype=torch.bool, device="cpu"),
             block,
@@ -187,15 +201,16 @@ class Layout:
             TypeError: Lengths are no whole numbers.
             ValueError: A length or the window is not positive.
         """
-        _check_block(block)
+        block = parse_block(block)
         lengths = torch.as_tensor(lengths, device=getattr(lengths, "device", "cpu"))
+        if lengths.numel():
+            check_integers("lengths", lengths)
+        lengths = lengths.long()
         if lengths.dim() != 1 or lengths.numel() == 0 or bool((lengths < 1).any()):
             raise ValueError(
                 f"lengths are {lengths.tolist()}, but must be positive and at least one"
             )
-        _check_integers("lengths", lengths)
-        lengths = lengths.long()
-        window = None if window is None else _positive("window", window)
+        window = None if window is None else parse_count(window, name="window", least=1)
         return cls.from_ranges(*_patterns.document_ranges(lengths, causal, window), block)
 
     @classmethod
@@ -214,7 +229,10 @@ class Layout:
             causal: Whether a query sees no key after it.
         """
         return cls.documents(
-            [_positive("num_tokens", num_tokens)], block, causal=causal, window=window
+            [parse_count(num_tokens, name="num_tokens", least=1)],
+            block,
+            causal=causal,
+            window=window,
         )
 
     @classmethod
@@ -244,10 +262,12 @@ class Layout:
             stride: The last one of so many key blocks is seen by all queries.
             causal: Whether query i sees no key after i.
         """
-        _check_block(block)
-        num_blocks = -(-_positive("num_tokens", num_tokens) // block)
+        block = parse_block(block)
+        num_blocks = -(-parse_count(num_tokens, name="num_tokens", least=1) // block)
         mask = _patterns.strided_mask(
-            num_blocks, _positive("local_blocks", local_blocks), _positive("stride", stride)
+            num_blocks,
+            parse_count(local_blocks, name="local_blocks", least=1),
+            parse_count(stride, name="stride", least=1),
         )
         return cls.from_blocks(mask[None], block, causal=causal)
 
@@ -282,10 +302,15 @@ class Layout:
             seed: Of the random blocks.
             causal: Whether query i sees no key after i; blocks are then drawn among earlier ones.
         """
-        _check_block(block)
-        num_blocks = -(-_positive("num_tokens", num_tokens) // block)
-        shape = (_positive("heads", heads), num_blocks, num_blocks)
-        numbers = (global_blocks, window_blocks, random_blocks)
+        block = parse_block(block)
+        num_blocks = -(-parse_count(num_tokens, name="num_tokens", least=1) // block)
+        shape = (parse_count(heads, name="heads", least=1), num_blocks, num_blocks)
+        numbers = (
+            parse_count(global_blocks, name="global_blocks"),
+            parse_count(window_blocks, name="window_blocks"),
+            parse_count(random_blocks, name="random_blocks"),
+        )
+        seed = parse_count(seed, name="seed", least=-(2**63))  # as torch takes them
         mask = _patterns.bigbird_mask(shape, numbers, seed, causal=causal)
         return cls.from_blocks(mask, block, causal=causal)
 
@@ -308,7 +333,7 @@ class Layout:
             ValueError: The tokens are in another order, or there is none.
         """
         parents = torch.as_tensor(parents, device=getattr(parents, "device", "cpu"))
-        _check_vector("parents", parents, parents.numel())
+        check_vector("parents", parents, parents.numel())
         parents = parents.long()
         return cls.from_ranges(
             torch.zeros_like(parents),
@@ -333,13 +358,15 @@ class Layout:
             num_blocks: Key blocks of a query block; fewer where it has no more.
             block: Tokens of a block: 16, 32, 64 or 128.
             causal: Whether query i sees no key after i. A query's own block is then the best.
+
+        Raises:
+            TypeError: `scores` are not floating.
+            ValueError: A shape does not fit, or a score that counts is NaN.
         """
-        if scores.dim() != 3:
-            raise ValueError(
-                f"scores have the shape {tuple(scores.shape)}, but must have (heads or 1, query "
-                "blocks, key blocks)"
-            )
-        mask = _patterns.best_mask(scores.detach(), _positive("num_blocks", num_blocks), causal)
+        check_scores(scores)
+        mask = _patterns.best_mask(
+            scores.detach(), parse_count(num_blocks, name="num_blocks", least=1), causal
+        )
         return cls.from_blocks(mask, block, causal=causal)
 
     @classmethod
@@ -425,58 +452,12 @@ class Layout:
         """
         num_queries = self.num_queries if num_queries is None else num_queries
         num_keys = self.num_keys if num_keys is None else num_keys
+        for name, value in (("num_queries", num_queries), ("num_keys", num_keys)):
+            if value is not None:
+                parse_count(value, name=name)
         query = torch.arange(len(self.first_key), device=self.device)[:num_queries, None]
         key = torch.arange(len(self.end_query), device=self.device)[:num_keys]
         seen = (self.first_key[:num_queries, None] <= key) & (key < self.end_key[query[:, 0], None])
         seen &= query < self.end_query[:num_keys]
         blocks = self.block_mask()
         return blocks[:, query // self.block, key // self.block] & seen
-
-
-def _check_block(block: int) -> None:
-    if block not in _patterns.BLOCKS:
-        raise ValueError(f"block is {block!r}, but must be one of {_patterns.BLOCKS}")
-
-
-def _check_mask(mask: Tensor) -> Tensor:
-    """Return a mask of blocks with heads."""
-    if mask.dtype != torch.bool:
-        raise TypeError(
-            f"mask has the dtype {mask.dtype}, but must be bool: compare it, as in scores > 0"
-        )
-    mask = mask[None] if mask.dim() == 2 else mask
-    if mask.dim() != 3 or 0 in mask.shape:
-        raise ValueError(
-            f"mask has the shape {tuple(mask.shape)}, but must have (heads or 1, query blocks, "
-            "key blocks), none of them 0"
-        )
-    return mask
-
-
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}, but must be at least 1")
-    return value
-
-
-def _check_tokens(name: str, value: int | None, num_blocks: int, block: int) -> None:
-    if value is not None and -(-value // block) != num_blocks:
-        raise ValueError(
-            f"{name} is {value}, which need {-(-value // block)} blocks of {block}, but mask has "
-            f"{num_blocks}"
-        )
-
-
-def _check_vector(name: str, tensor: Tensor | None, length: int) -> None:
-    if tensor is None:
-        return
-    _check_integers(name, tensor)
-    if tensor.shape != (length,):
-        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, but must have ({length},)")
-
-
-def _check_integers(name: str, tensor: Tensor) -> None:
-    if tensor.numel() == 0:
-        raise ValueError(f"{name} has the shape {tuple(tensor.shape)}: there must be one at least")
-    if tensor.is_floating_point() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} has the dtype {tensor.dtype}, but must have integers")

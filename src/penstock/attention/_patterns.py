@@ -7,8 +7,6 @@ from torch import Tensor
 
 from penstock.attention._csr import UNBOUNDED, Ranges
 
-BLOCKS = (16, 32, 64, 128)
-
 
 def mask_ranges(
     mask: Tensor, block: int, num_queries: int | None, num_keys: int | None, causal: bool
@@ -32,12 +30,13 @@ def pad_ranges(
     num_queries = len(first_key)
     num_padded = -(-num_queries // block) * block
     padded_first, padded_end = first_key.new_zeros(2, num_padded, dtype=torch.int32)
-    padded_first[:num_queries] = first_key.clamp(min=0, max=num_keys)
-    padded_end[:num_queries] = end_key.clamp(min=0, max=num_keys)
+    # Before they are clamped: narrow dtypes may not reach the number of tokens.
+    padded_first[:num_queries] = first_key.long().clamp(min=0, max=num_keys)
+    padded_end[:num_queries] = end_key.long().clamp(min=0, max=num_keys)
     num_padded = -(-num_keys // block) * block
     padded_query = first_key.new_full((num_padded,), UNBOUNDED, dtype=torch.int32)
     if end_query is not None:
-        padded_query[:num_keys] = end_query.clamp(min=0, max=num_queries)
+        padded_query[:num_keys] = end_query.long().clamp(min=0, max=num_queries)
     return Ranges(padded_first, padded_end, padded_query)
 
 
@@ -67,9 +66,6 @@ def bigbird_mask(
     num_global, num_near, num_random = numbers
     if num_near < 1 or num_near % 2 == 0:
         raise ValueError(f"window_blocks is {num_near}, but must be odd and positive")
-    for name, value in (("global_blocks", num_global), ("random_blocks", num_random)):
-        if value < 0:
-            raise ValueError(f"{name} is {value}, but must be at least 0")
     number = torch.arange(shape[1], device="cpu")
     distance = number[:, None] - number
     mask = (distance.abs() <= num_near // 2) | (number < num_global)
@@ -91,6 +87,13 @@ def best_mask(scores: Tensor, num_best: int, causal: bool) -> Tensor:
     if causal:
         scores = scores.masked_fill(ahead, -torch.inf)
         scores.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+    is_none = scores.isnan()
+    if bool(is_none.any()):
+        raise ValueError(
+            f"scores are NaN at {is_none.nonzero()[0].tolist()} (head, query block, key block) and "
+            f"at {int(is_none.sum()) - 1} other places, where no block is better than another: "
+            "pass scores.nan_to_num(-torch.inf), if those are to be the last"
+        )
     best = scores.topk(min(num_best, scores.shape[2]), dim=2).indices
     mask.scatter_(2, best, True)
     return mask & ~ahead

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
-from penstock.attention._blocksparse import check_operands, expand_bias
+from penstock.attention._blocksparse import check_operands, expand_bias, read_scale
 from penstock.attention._layout import Layout
 from penstock.attention._paths import choose_path
 from penstock.tables import Report
@@ -68,7 +68,7 @@ def blocksparse_report(
     """
     check_operands(q, k, v, layout)
     bias = expand_bias(bias, q, k)
-    path = choose_path(q, layout, bias, scale)
+    path = choose_path(q, layout, bias, read_scale(scale, q))
     copies = q.shape[0] * q.shape[1] // layout.num_heads
     pairs = copies * layout.num_blocks * layout.block**2
     dim, value_dim = q.shape[3], v.shape[3]
