@@ -210,9 +210,13 @@ def find_gradient(weight: Tensor, accumulates: bool) -> Tensor | None:
         return None
     if weight.grad.is_inference():  # nothing may be added to it in plain mode
         return None
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks or count_node_hooks(weight):
-        return None
-    return weight.grad if will_accumulate(weight) else None
+    return weight.grad if not has_hooks(weight) and will_accumulate(weight) else None
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Return whether hooks are called where a weight gets a gradient."""
+    hooks = weight._backward_hooks, weight._post_accumulate_grad_hooks
+    return any(hooks) or count_node_hooks(weight) > 0
 
 
 class GradientSums:
@@ -231,6 +235,7 @@ class GradientSums:
             0, dtype=torch.float32, requires_grad=any(needed[1:]), device="cpu"
         )
         self._of_rows = torch.empty_like(rows) if needed[0] else None  # each chunk writes its own
+        self._reaches_rows = False
         wanted = zip(tensors.weights, needed[1:], strict=True)
         self._wanted = {id(each): each for each, need in wanted if need}
         weights = places or [None] * len(tensors.weights)
@@ -240,20 +245,28 @@ class GradientSums:
             if place is not None and id(each) in self._wanted
         }
         self._leaves = {key: each.detach().requires_grad_() for key, each in self._wanted.items()}
-        self._sums = {key: self._make_sum(key) for key in self._wanted}
+        self._sums: dict[int, Tensor] = {}
 
-    def _make_sum(self, key: int) -> Tensor:
-        place, weight = self._places.get(key), self._wanted[key]
-        dtype = find_sum_dtype(weight)
-        if place is not None and place.dtype == dtype:
-            return place
-        return torch.zeros_like(weight, dtype=dtype)
+    def _find_sum(self, key: int) -> Tensor | None:
+        """Return a weight's sum, made for the first gradient; None for one that needs none."""
+        if key in self._wanted and key not in self._sums:
+            place, weight = self._places.get(key), self._wanted[key]
+            dtype = find_sum_dtype(weight)
+            is_sum = place is not None and place.dtype == dtype
+            self._sums[key] = place if is_sum else torch.zeros_like(weight, dtype=dtype)
+        return self._sums.get(key)
 
     def finish(self) -> list[Tensor | None]:
-        """Return the gradients, but for those that were added to what was there before."""
-        found = [self._of_rows]
+        """Return the gradients, but for those that were added to what was there before.
+
+        A weight that no row used has none, unless it has hooks, which autograd would call with
+        None.
+        """
+        found = [self._of_rows if self._reaches_rows else None]
         for weight in self._tensors.weights:
-            of_weight, place = self._sums.get(id(weight)), self._places.get(id(weight))
+            key = id(weight)
+            place, is_hooked = self._places.get(key), key in self._wanted and has_hooks(weight)
+            of_weight = self._find_sum(key) if is_hooked else self._sums.get(key)
             if place is not None and of_weight is not None and place is not of_weight:
                 with adding_to_gradients:
                     place.add_(of_weight)
@@ -297,10 +310,12 @@ class GradientSums:
         )
         if self._of_rows is not None:
             self._of_rows[at] = 0 if graded[0] is None else graded[0]
+            self._reaches_rows |= graded[0] is not None
         for key, each in zip(keys, graded[len(firsts) :], strict=False):
-            if each is not None:
+            total = None if each is None else self._find_sum(key)
+            if total is not None:
                 with adding_to_gradients:
-                    self._sums[key].add_(each)
+                    total.add_(each)
 
     def _run(self, module: Module, value: Tensor, others: Sequence[Tensor]) -> Tensor:
         """Run a module; a linear layer adds the gradients of its weights where they are summed."""
@@ -322,8 +337,8 @@ class GradientSums:
 
     def add_linear(self, module: nn.Linear, value: Tensor, gradient: Tensor) -> None:
         """Add the gradients of a linear layer to the sums, without a matrix of their own."""
-        of_weight = self._sums.get(self._tensors.find(module, "weight")[0])
-        of_bias = self._sums.get(self._tensors.find(module, "bias")[0])
+        of_weight = self._find_sum(self._tensors.find(module, "weight")[0])
+        of_bias = self._find_sum(self._tensors.find(module, "bias")[0])
         with adding_to_gradients:
             if of_weight is not None and of_weight.dtype == value.dtype:
                 of_weight.addmm_(gradient.t(), value)
