@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from penstock.iomodel import run_chain
@@ -45,3 +46,51 @@ def test_hooks_of_weights_that_no_row_uses_get_zeros(end):
     adapters.unused.weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
     run_chain([adapters, end], torch.randn(20, 8), chunk_rows=6).sum().backward()
     assert len(seen) == 1 and not seen[0].any()
+
+
+def tied(layer, *, is_weight_kept: bool):
+    weight = layer.weight
+    return lambda value: F.linear(value, weight.t() if is_weight_kept else layer.weight.mT)
+
+
+@pytest.mark.parametrize("is_weight_kept", [False, True])
+@ENDS
+def test_hooks_of_a_weight_that_a_function_uses_too_run_once(end, is_weight_kept):
+    layer, x, calls = nn.Linear(8, 6), torch.randn(20, 8, requires_grad=True), []
+    layer.weight.register_hook(lambda gradient: calls.append(1) or gradient * gradient)
+    function = tied(layer, is_weight_kept=is_weight_kept)
+    expected = end(function(F.gelu(layer(x))))
+    found = run_chain([layer, nn.GELU(), function, end], x, chunk_rows=6)
+    ours, theirs = (
+        torch.autograd.grad(each.sum(), [x, *layer.parameters()]) for each in (found, expected)
+    )
+    torch.testing.assert_close(ours, theirs)
+    assert len(calls) == 2
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, weight):
+        ctx.save_for_backward(value, weight)
+        return value * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        value, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * value).sum(0)
+
+
+def test_hooks_of_weights_that_cannot_be_replaced_are_refused():
+    """As are those of scripted modules."""
+    norm, calls = nn.LayerNorm(8), []
+    modules = [norm, lambda value: Product.apply(value, norm.weight)]
+    x = torch.randn(20, 8)
+    found = run_chain(modules, x, chunk_rows=6)
+    expected = modules[1](norm(x))
+    ours, theirs = (torch.autograd.grad(each.sum(), norm.weight)
+                    for each in (run_chain(modules, x, chunk_rows=6), expected))  # fmt: skip
+    torch.testing.assert_close(ours, theirs)
+    norm.weight.register_hook(calls.append)
+    with pytest.raises(RuntimeError, match=r"shape \(8,\) has hooks"):
+        found.sum().backward()
+    assert not calls

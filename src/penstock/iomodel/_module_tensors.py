@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.compat.dispatch import tree_map
 
 
 class TensorVersions:
@@ -102,3 +105,30 @@ class ModuleTensors:
             return module(*args)
         used = {name: leaves.get(id(each), self._aliases[id(each)]) for name, each in named.items()}
         return torch.func.functional_call(module, used, tuple(args))
+
+
+class LeavesForWeights(TorchFunctionMode):
+    """Functions of torch that get leaves in place of weights, whatever module these are of."""
+
+    def __init__(self, leaves: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._leaves = leaves
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function with the leaves."""
+        args, kwargs = tree_map(lambda each: self._leaves.get(id(each), each), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def find_reached(result: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
+    """Return the weights, by their identity, that the graph of a result ends in."""
+    stack, seen, found = [result.grad_fn], set(), []
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in weights:
+            found.append(node.variable)
+        stack += [each for each, _ in node.next_functions]
+    return found

@@ -24,7 +24,7 @@ from penstock.iomodel._chain_checks import (
     refuse_random_numbers,
     run_some_rows,
 )
-from penstock.iomodel._module_tensors import ModuleTensors
+from penstock.iomodel._module_tensors import LeavesForWeights, ModuleTensors, find_reached
 from penstock.iomodel._modules import Module, find_parameters, is_plain_linear, run_fused
 from penstock.memory import CachingAllocator
 
@@ -245,6 +245,12 @@ class GradientSums:
             if place is not None and id(each) in self._wanted
         }
         self._leaves = {key: each.detach().requires_grad_() for key, each in self._wanted.items()}
+        # Hooks of a weight itself are called for each gradient of it, and so for each chunk.
+        self._hooked = {
+            key: each
+            for key, each in self._wanted.items()
+            if each.requires_grad and each._backward_hooks
+        }
         self._sums: dict[int, Tensor] = {}
 
     def _find_sum(self, key: int) -> Tensor | None:
@@ -299,8 +305,18 @@ class GradientSums:
     def _add_gradients(
         self, at: slice, rows: Tensor, value: Tensor, gradient: Tensor | None
     ) -> None:
+        if self._hooked and (reached := find_reached(value, self._hooked)):
+            raise RuntimeError(
+                f"a weight of the shape {tuple(reached[0].shape)} has hooks, which would be called "
+                "for each chunk of the chain: a scripted module or an autograd.Function uses it as "
+                "it is; leave that out of the chain, or change .grad after backward() instead"
+            )
         # A module that keeps its weights elsewhere, too, may have used them and not the leaves.
-        weights = {key: each for key, each in self._wanted.items() if each.requires_grad}
+        weights = {
+            key: each
+            for key, each in self._wanted.items()
+            if each.requires_grad and key not in self._hooked
+        }
         keys = [*self._leaves, *weights]
         operands = [*self._leaves.values(), *weights.values()]
         firsts = [rows] if self._needs_rows else []
@@ -322,7 +338,9 @@ class GradientSums:
         if is_plain_linear(module) and not others:
             result: Any = _SummingLinear.apply(self, module, value, self._anchor)
             return result
-        return self._tensors.call(module, [spare_leaf(module, value), *others], self._leaves)
+        swaps = LeavesForWeights(self._leaves) if self._hooked else contextlib.nullcontext()
+        with swaps:
+            return self._tensors.call(module, [spare_leaf(module, value), *others], self._leaves)
 
     def run_linear(self, module: nn.Linear, value: Tensor) -> Tensor:
         """Return the output of a linear layer with its weights of the forward pass."""

@@ -62,7 +62,8 @@ def run_chain(
             fit each other, modules that do not run in blocks of features, or a module that drew
             random numbers, does not work on each row alone, changes its buffers or its first
             operand, or uses tensors that need gradients and are no parameters of it.
-        RuntimeError: In the backward pass: weights, buffers or `training` have changed since.
+        RuntimeError: In the backward pass: weights, buffers or `training` have changed since, or a
+            scripted module or an `autograd.Function` uses a weight that has hooks.
     """
     rows, others = flatten_rows(x, row_args)
     check_counts(modules=len(modules), rows=len(rows))
