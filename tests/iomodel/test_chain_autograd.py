@@ -92,10 +92,12 @@ def test_modules_that_are_switched_are_noticed():
 
 
 @BOTH
-def test_weights_that_are_frozen_after_the_forward_pass(options):
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weights_that_are_frozen_after_the_forward_pass(options, accumulate):
     modules, x = [*layers(), nn.LayerNorm(10)][-4:], rows()
     modules = modules if "chunk_rows" in options else modules[:3]
-    found = run_chain(modules, x, **options)
+    modules[0].weight.grad = torch.zeros_like(modules[0].weight)
+    found = run_chain(modules, x, **options, accumulate=accumulate)
     for module in modules:
         module.requires_grad_(requires_grad=False)
     expected = nn.Sequential(*modules)(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,3 +96,31 @@ def test_hooks_of_weights_that_cannot_be_replaced_are_refused():
     with pytest.raises(RuntimeError, match=r"shape \(8,\) has hooks"):
         found.sum().backward()
     assert not calls
+
+
+def test_gradients_of_a_sum_in_float16_have_its_factor():
+    """A mean's divisor and a loss scale keep them within the range of float16."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 1).half(), torch.ones(512, 4).half().requires_grad_()
+    targets = torch.full((512, 1), -400.0)
+    squares = functools.partial(squared_error, factor=1.0)
+    tiny = functools.partial(squared_error, factor=1e-10)
+    for end, factor in ((squares, 1 / 512), (tiny, 65536.0)):
+        found = run_chain([layer, end], x, targets, chunk_rows=64)
+        expected = end(layer(x), targets)
+        operands = [x, *layer.parameters()]
+        ours, theirs = (torch.autograd.grad(each * factor, operands) for each in (found, expected))
+        torch.testing.assert_close(ours, theirs)
+        assert all(each.isfinite().all() and each.all() for each in ours)
+
+
+def squared_error(value, targets, factor):
+    return factor * (value.float() - targets).square().sum()
+
+
+def test_gradients_of_a_sum_in_bfloat16_are_rounded_after_its_factor():
+    layer = nn.Linear(4, 4).bfloat16()
+    loss = run_chain([layer, lambda value: value.float().sum()], torch.ones(261, 4).bfloat16(),
+                     chunk_rows=29)  # fmt: skip
+    (loss / 3).backward()
+    assert layer.bias.grad.tolist() == [87.0] * 4  # not 86.5, as of 260 / 3

@@ -48,6 +48,7 @@ class ModuleTensors:
 
     Attributes:
         weights: Those that need gradients.
+        dtypes: Those of all parameters and buffers.
     """
 
     def __init__(self, modules: Sequence[Any], weights: Sequence[Tensor]) -> None:
@@ -67,6 +68,7 @@ class ModuleTensors:
         self._versions = TensorVersions(list(known.values()))
         aliases = zip(known, self._versions.check(), strict=True)
         self._aliases = {key: each for key, each in aliases if each is not None}
+        self.dtypes = {each.dtype for each in self._aliases.values()}
 
     def check(self) -> None:
         """Refuse modules that would compute something else by now.

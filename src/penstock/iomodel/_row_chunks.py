@@ -1,7 +1,9 @@
 """Modules that run in chunks of rows, computed again in the backward pass.
 
 The product of a last `nn.Linear` is not computed again: its gradients need its input alone. Of a
-sum over rows, such as a loss, the gradients are computed beside it, and nothing twice.
+sum over rows, such as a loss, the gradients are computed beside it, and nothing twice, for a factor
+of 1. What is in float16 waits for the backward pass and its factor: without that, which may be a
+loss scale or a mean's divisor, gradients fall out of the range of float16.
 """
 
 from __future__ import annotations
@@ -146,8 +148,9 @@ class _ChunkedSegment(torch.autograd.Function):
         ctx.tensors = ModuleTensors(segment.modules, weights)
         # The others are not read from there: a change of theirs in place is noticed.
         ctx.save_for_backward(rows, *segment.others)
-        needed = ctx.needs_input_grad[2:]
-        if ctx.is_sum and any(needed):
+        needed, ctx.gradients = ctx.needs_input_grad[2:], None
+        dtypes = {rows.dtype, some.dtype, *ctx.tensors.dtypes}
+        if ctx.is_sum and any(needed) and torch.float16 not in dtypes:
             total, ctx.gradients = _sum_with_gradients(segment, rows, ctx.tensors, needed)
         else:
             total = segment.join(rows, some)
@@ -172,25 +175,24 @@ def _differentiate(
     ctx: Any, rows: Tensor, needed: Sequence[bool], gradient: Tensor
 ) -> list[Tensor | None]:
     segment, tensors = ctx.segment, ctx.tensors
-    if ctx.is_sum:
-        # Given away, as the next owner may change them; a second pass computes them again.
-        found, ctx.gradients = ctx.gradients, None
-        if found is None:
-            _, found = _sum_with_gradients(segment, rows, tensors, needed)
-        if bool(gradient == 1):  # as of a loss, and not worth a copy of each
-            return found
-        return [None if each is None else each * gradient for each in found]
-    places = [find_gradient(each, segment.accumulates) for each in tensors.weights]
-    sums = GradientSums(rows, tensors, needed, places)
-    for at, others in segment.chunks(rows):
-        sums.add(at, segment, others, gradient[at])
-    return sums.finish()
+    # Given away, as the next owner may change them; a second pass computes them again.
+    found, ctx.gradients = ctx.gradients, None
+    if found is None:
+        places = [find_gradient(each, segment.accumulates) for each in tensors.weights]
+        sums = GradientSums(rows, tensors, needed, places)
+        for at, others in segment.chunks(rows):
+            sums.add(at, segment, others, gradient if ctx.is_sum else gradient[at])
+        found = sums.finish()
+    elif not bool(gradient == 1):  # as of a loss, and not worth a pass over each
+        found = [None if each is None else each.mul_(gradient) for each in found]
+    operands = zip(found, [rows, *tensors.weights], strict=True)
+    return [None if each is None else each.to(of.dtype) for each, of in operands]
 
 
 def _sum_with_gradients(
     segment: ChunkedModules, rows: Tensor, tensors: ModuleTensors, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the sum over all chunks, and the gradients of rows and weights."""
+    """Return the sum over all chunks, and the gradients of rows and weights, not yet rounded."""
     sums, total, dtype = GradientSums(rows, tensors, needed), None, rows.dtype
     for at, others in segment.chunks(rows):
         part = sums.add(at, segment, others, None)
@@ -206,7 +208,7 @@ def find_gradient(weight: Tensor, accumulates: bool) -> Tensor | None:
     Hooks of a weight are given its gradient, so that it has to be returned, and so has one that
     this backward pass does not add to `.grad`.
     """
-    if not accumulates or not weight.is_leaf or weight.grad is None:
+    if not accumulates or not weight.is_leaf or not weight.requires_grad or weight.grad is None:
         return None
     if weight.grad.is_inference():  # nothing may be added to it in plain mode
         return None
@@ -215,6 +217,8 @@ def find_gradient(weight: Tensor, accumulates: bool) -> Tensor | None:
 
 def has_hooks(weight: Tensor) -> bool:
     """Return whether hooks are called where a weight gets a gradient."""
+    if not weight.requires_grad:  # frozen since the forward pass
+        return False
     hooks = weight._backward_hooks, weight._post_accumulate_grad_hooks
     return any(hooks) or count_node_hooks(weight) > 0
 
@@ -263,7 +267,7 @@ class GradientSums:
         return self._sums.get(key)
 
     def finish(self) -> list[Tensor | None]:
-        """Return the gradients, but for those that were added to what was there before.
+        """Return the gradients in the dtype of sums, but for those added to what was there before.
 
         A weight that no row used has none, unless it has hooks, which autograd would call with
         None.
@@ -271,15 +275,13 @@ class GradientSums:
         found = [self._of_rows if self._reaches_rows else None]
         for weight in self._tensors.weights:
             key = id(weight)
-            place, is_hooked = self._places.get(key), key in self._wanted and has_hooks(weight)
-            of_weight = self._find_sum(key) if is_hooked else self._sums.get(key)
+            place, of_weight = self._places.get(key), self._sums.get(key)
+            if of_weight is None and key in self._wanted and has_hooks(weight):
+                of_weight = self._find_sum(key)
             if place is not None and of_weight is not None and place is not of_weight:
                 with adding_to_gradients:
                     place.add_(of_weight)
-            if of_weight is None or place is not None:
-                found.append(None)
-            else:
-                found.append(of_weight.to(weight.dtype))
+            found.append(None if place is not None else of_weight)
         return found
 
     def add(

@@ -49,8 +49,8 @@ def run_chain(
             with these modules, dtype and shape.
         accumulate: Whether `backward()` adds to the weights' `.grad` chunk by chunk, where they
             have one, which takes no memory for a gradient of its own. An exception in the middle
-            of the pass leaves a part of them added. Sums over rows, whose gradients are known
-            before `backward()`, and passes that leave `.grad` alone (`torch.autograd.grad`,
+            of the pass leaves a part of them added. Sums over rows whose gradients are known
+            before `backward()`, as they are but in float16, and passes that leave `.grad` alone (`torch.autograd.grad`,
             `backward(inputs=)` without the weight) do without.
 
     Returns:
