@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.iomodel import run_chain
+from test_run_chain import compare
 
 ENDS = pytest.mark.parametrize("end", [torch.tanh, lambda value: value.square().sum()])
 
@@ -124,3 +125,26 @@ def test_gradients_of_a_sum_in_bfloat16_are_rounded_after_its_factor():
                      chunk_rows=29)  # fmt: skip
     (loss / 3).backward()
     assert layer.bias.grad.tolist() == [87.0] * 4  # not 86.5, as of 260 / 3
+
+
+@pytest.mark.parametrize("end", [[], [nn.GELU()]])
+def test_linear_layers_on_values_of_more_dimensions(end):
+    modules = [nn.Unflatten(-1, (2, 4)), nn.Linear(4, 3), *end]
+    compare(modules, torch.randn(17, 8, requires_grad=True), chunk_rows=4)
+
+
+@pytest.mark.parametrize(
+    "end", [[], [nn.GELU()], [nn.Linear(8, 3)], [nn.Linear(8, 1), torch.squeeze]]
+)
+def test_chunks_of_one_row_that_lose_a_dimension(end):
+    modules = [nn.Linear(8, 8), torch.squeeze, *end]
+    compare(modules, torch.randn(17, 8, requires_grad=True), chunk_rows=4)
+
+
+def test_chunks_of_other_shapes_than_the_first_rows_are_refused():
+    def outer(value):
+        return value @ value[:1].expand(5, -1).t() if len(value) < 4 else value
+
+    x = torch.randn(18, 8)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"returned the shape \(2, 5\)"):
+        run_chain([outer], x, chunk_rows=4)

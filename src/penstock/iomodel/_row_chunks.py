@@ -81,13 +81,32 @@ class ChunkedModules:
             return total.to(some.dtype)
         result = some.new_empty(len(rows), *some.shape[1:])
         for at, others in self.chunks(rows):
-            result[at] = self.run(rows[at], others)
+            result[at] = _match_rows(self.run(rows[at], others), result[at].shape)
         return result
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         for first in range(0, len(rows), self.chunk_rows):
             at = slice(first, first + self.chunk_rows)
             yield at, [each[at] for each in self.others]
+
+
+def _match_rows(result: Tensor, shape: torch.Size) -> Tensor:
+    """Return the result of a chunk in the shape that its rows have in that of all.
+
+    `squeeze()` drops the dimension of a chunk's rows where it has a single one.
+
+    Raises:
+        ValueError: They differ by more than dimensions of 1.
+    """
+    if result.shape == shape:
+        return result
+    if [each for each in result.shape if each != 1] != [each for each in shape if each != 1]:
+        raise ValueError(
+            f"the chain's last module returned the shape {tuple(result.shape)} for a chunk, of "
+            f"which {tuple(shape)} is expected by what it returned for others; pass one that "
+            "returns as many entries for each row of any chunk"
+        )
+    return result.reshape(shape)
 
 
 def find_sum_dtype(tensor: Tensor) -> torch.dtype:
@@ -298,6 +317,8 @@ class GradientSums:
                 gradient = gradient @ self.find_weight(last)
             else:
                 value = self._run(last, value, others)
+        if gradient is not None:  # whose rows may be a dimension that the chunk has lost
+            gradient = gradient.reshape(value.shape)
         if value.requires_grad:
             self._add_gradients(at, rows, value, gradient)
         elif self._of_rows is not None:
@@ -357,6 +378,7 @@ class GradientSums:
 
     def add_linear(self, module: nn.Linear, value: Tensor, gradient: Tensor) -> None:
         """Add the gradients of a linear layer to the sums, without a matrix of their own."""
+        value, gradient = (each.reshape(-1, each.shape[-1]) for each in (value, gradient))
         of_weight = self._find_sum(self._tensors.find(module, "weight")[0])
         of_bias = self._find_sum(self._tensors.find(module, "bias")[0])
         with adding_to_gradients:

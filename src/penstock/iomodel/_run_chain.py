@@ -50,8 +50,8 @@ def run_chain(
         accumulate: Whether `backward()` adds to the weights' `.grad` chunk by chunk, where they
             have one, which takes no memory for a gradient of its own. An exception in the middle
             of the pass leaves a part of them added. Sums over rows whose gradients are known
-            before `backward()`, as they are but in float16, and passes that leave `.grad` alone (`torch.autograd.grad`,
-            `backward(inputs=)` without the weight) do without.
+            before `backward()`, as they are but in float16, and passes that leave `.grad` alone
+            (`torch.autograd.grad`, `backward(inputs=)` without the weight) do without.
 
     Returns:
         The result, `(..., features)`, or the sum of the numbers.
