@@ -148,3 +148,13 @@ def test_chunks_of_other_shapes_than_the_first_rows_are_refused():
     x = torch.randn(18, 8)
     with torch.no_grad(), pytest.raises(ValueError, match=r"returned the shape \(2, 5\)"):
         run_chain([outer], x, chunk_rows=4)
+
+
+@pytest.mark.parametrize("options", [{"chunk_rows": 6}, {"feature_blocks": 4}], ids=str)
+def test_sparse_gradients_are_added_to_by_autograd(options):
+    modules, x = [nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)], torch.randn(20, 8)
+    weight = modules[0].weight
+    (expected,) = torch.autograd.grad(nn.Sequential(*modules)(x).sum(), weight)
+    weight.grad = torch.ones(8, 8).to_sparse(1)
+    run_chain(modules, x, **options, accumulate=True).sum().backward()
+    torch.testing.assert_close(weight.grad, 1 + expected)

@@ -231,6 +231,8 @@ def find_gradient(weight: Tensor, accumulates: bool) -> Tensor | None:
         return None
     if weight.grad.is_inference():  # nothing may be added to it in plain mode
         return None
+    if weight.grad.layout != torch.strided:  # a sparse one has no room for all elements
+        return None
     return weight.grad if not has_hooks(weight) and will_accumulate(weight) else None
 
 
