@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 from penstock.iomodel import run_chain
 from test_run_chain import compare
@@ -158,3 +160,25 @@ def test_sparse_gradients_are_added_to_by_autograd(options):
     weight.grad = torch.ones(8, 8).to_sparse(1)
     run_chain(modules, x, **options, accumulate=True).sum().backward()
     torch.testing.assert_close(weight.grad, 1 + expected)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap], ids=["grad", "vmap"])
+def test_transformations_are_refused(transform):
+    modules = [nn.Linear(8, 8), nn.Tanh()]
+    for options in ({}, {"chunk_rows": 4}):
+        with pytest.raises(ValueError, match=r"torch\.func"):
+            transform(lambda x, options=options: run_chain(modules, x, **options).sum())(
+                torch.randn(2, 20, 8)
+            )
+
+
+def test_weights_that_are_cached_are_refused_where_chunks_differentiate_them():
+    layer, x = weight_norm(nn.Linear(8, 8)), torch.randn(20, 8, requires_grad=True)
+    with parametrize.cached():
+        found = run_chain([layer, nn.GELU()], x, chunk_rows=6)
+        with pytest.raises(RuntimeError, match=r"parametrize.cached\(\) keeps a weight of"):
+            found.sum().backward()
+        with pytest.raises(RuntimeError, match=r"parametrize.cached\(\) keeps a weight of"):
+            run_chain([layer, torch.sum], x, chunk_rows=6)
+    compare([layer, nn.GELU()], x, chunk_rows=6)
+    found.sum().backward()

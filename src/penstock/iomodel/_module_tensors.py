@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.compat.dispatch import tree_map
+from penstock.compat.modules import has_cached_weights
 
 
 class TensorVersions:
@@ -84,6 +85,20 @@ class ModuleTensors:
                     f"{type(module).__name__} of the chain was switched between train() and eval() "
                     "between its forward and its backward pass, which computes it again; call "
                     "backward() first"
+                )
+
+    def refuse_caches(self) -> None:
+        """Refuse weights that are computed once for all chunks, each of which frees their graph.
+
+        Raises:
+            RuntimeError: There are some.
+        """
+        for module, _ in self._training:
+            if has_cached_weights(module):
+                raise RuntimeError(
+                    f"parametrize.cached() keeps a weight of {type(module).__name__}, and each "
+                    "chunk of the chain differentiates it anew; leave that context before "
+                    "backward(), and before a chain that returns a number"
                 )
 
     def find(self, module: nn.Module, name: str) -> tuple[int, Tensor | None]:

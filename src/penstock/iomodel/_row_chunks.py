@@ -254,6 +254,7 @@ class GradientSums:
         needed: Sequence[bool],
         places: Sequence[Tensor | None] = (),
     ) -> None:
+        tensors.refuse_caches()
         self._rows, self._tensors = rows, tensors
         self._needs_rows = needed[0]
         self._anchor = torch.empty(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.compat.dispatch import are_functorch_transforms_active
 from penstock.iomodel._chain import ChainPlan
 from penstock.iomodel._feature_blocks import can_run_in_blocks
 from penstock.iomodel._levels import check_counts
@@ -58,16 +59,19 @@ def run_chain(
 
     Raises:
         TypeError: A module's result is no tensor.
-        ValueError: No module, no row, complex numbers, autocast that is on, arguments that do not
-            fit each other, modules that do not run in blocks of features, or a module that drew
-            random numbers, does not work on each row alone, changes its buffers or its first
-            operand, or uses tensors that need gradients and are no parameters of it.
-        RuntimeError: In the backward pass: weights, buffers or `training` have changed since, or a
-            scripted module or an `autograd.Function` uses a weight that has hooks.
+        ValueError: No module, no row, complex numbers, autocast or a transformation of `torch.func`
+            that is on, arguments that do not fit each other, modules that do not run in blocks of
+            features, or a module that drew random numbers, does not work on each row alone, changes
+            its buffers or its first operand, or uses tensors that need gradients and are no
+            parameters of it.
+        RuntimeError: In the backward pass: weights, buffers or `training` have changed since, a
+            scripted module or an `autograd.Function` uses a weight that has hooks, or
+            `parametrize.cached` is on for one.
     """
     rows, others = flatten_rows(x, row_args)
     check_counts(modules=len(modules), rows=len(rows))
     _refuse_autocast(x)
+    _refuse_transforms()
     _check_choice(modules, others, plan, chunk_rows, feature_blocks)
     everything = tuple(range(len(modules)))
     if feature_blocks is not None:
@@ -123,4 +127,13 @@ def _refuse_autocast(x: Tensor) -> None:
         raise ValueError(
             "autocast is on, and off where the chain is computed again; call run_chain outside of "
             "it, with modules and x in the dtype to compute in"
+        )
+
+
+def _refuse_transforms() -> None:
+    if are_functorch_transforms_active():
+        raise ValueError(
+            "a transformation of torch.func (grad, vmap, jvp) is on, and does not reach into "
+            "chunks; use torch.autograd.grad around run_chain, or call the modules one after the "
+            "other"
         )
