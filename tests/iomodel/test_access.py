@@ -124,6 +124,8 @@ def test_wrong_capacities_are_named(monkeypatch: pytest.MonkeyPatch):
         simulate_caches(AccessTrace(), [128, 64])
     with pytest.raises(ValueError, match="at least a line"):
         simulate_caches(AccessTrace(), [63])
+    with pytest.raises(TypeError, match=r"capacities_bytes is 100\.5"):
+        simulate_caches(AccessTrace(), [100.5])
     with pytest.raises(ValueError, match="num_bytes is None"):
         AccessTrace().read(0)
     monkeypatch.setattr(access_module, "_library", lambda: None)

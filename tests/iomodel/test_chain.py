@@ -205,6 +205,13 @@ def test_a_value_that_is_read_later_too_is_spilled():
             ),
             "no rates",
         ),
+        (lambda: chain(elementwise(2), 4, processor(), input_row_bytes=4, num_threads=0),
+         "num_threads is 0"),
+        (lambda: chain(elementwise(2), 4, processor(), input_row_bytes=4, new_bytes_per_second=-1),
+         "new_bytes_per_second is -1"),
+        (lambda: elementwise(1, weight_bytes=-4096), "weight_bytes is -4096"),
+        (lambda: elementwise(1, row_seconds=float("nan")), "row_seconds is nan"),
+        (lambda: elementwise(1, features="foo"), "features is 'foo'; pass one of mixed, each"),
     ],
 )  # fmt: skip
 def test_wrong_chains_are_named(call, text):

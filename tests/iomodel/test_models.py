@@ -172,6 +172,7 @@ def test_tile_lengths_are_the_smallest_for_each_count(length):
         (lambda: attention(4, 4, "1KiB", 0), ValueError, "density is 0"),
         (lambda: attention(4, 4, "1KiB", pass_="both"), ValueError, "pass_ is 'both'"),
         (lambda: convolution(1, 1, 1, (2, 9), (3, 3), "1KiB"), ValueError, "height of the window"),
+        (lambda: convolution(1, 1, 1, 5, (3, 3), "1KiB"), TypeError, "image is 5; pass its height"),
         (lambda: spgemm(5, 10, 2, 3, "1KiB"), ValueError, "5 multiplications for 10"),
         (lambda: spgemm(50, 10, 20, 3, "1KiB"), ValueError, "multiplications, or a row"),
     ],

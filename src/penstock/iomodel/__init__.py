@@ -10,7 +10,8 @@ from penstock._lazy import load_lazily
 if TYPE_CHECKING:
     from penstock.iomodel._access import AccessTrace, declare_access, simulate_caches
     from penstock.iomodel._attention import attention
-    from penstock.iomodel._chain import ChainOperator, ChainPlan, ChainSegment, chain
+    from penstock.iomodel._chain import ChainPlan, ChainSegment, chain
+    from penstock.iomodel._chain_operator import ChainOperator
     from penstock.iomodel._convolution import convolution
     from penstock.iomodel._explain import IOReport, explain
     from penstock.iomodel._levels import IOModel, LevelBytes, MemoryLevel, memory_levels

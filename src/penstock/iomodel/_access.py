@@ -215,9 +215,12 @@ def simulate_caches(
         level is named by the cache in front: `"behind 32768"`.
 
     Raises:
+        TypeError: A capacity is no integer.
         ValueError: Capacities do not ascend, or are below a line, or a line is below a byte.
     """
     check_counts(line_bytes=line_bytes)
+    for capacity in capacities_bytes:
+        check_counts(capacities_bytes=capacity)
     lines = [capacity // line_bytes for capacity in capacities_bytes]
     _check_capacities(lines, capacities_bytes, line_bytes)
     run = _simulate_by_cpp if _library() is not None else _simulate_by_python

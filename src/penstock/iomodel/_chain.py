@@ -32,57 +32,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from penstock._lazy import cached_property
-from penstock.iomodel._levels import MemoryLevel, ceil_div, check_counts, level_rates, memory_levels
+from penstock.iomodel._chain_operator import ChainOperator
+from penstock.iomodel._chain_operator import Features as Features
+from penstock.iomodel._levels import (
+    MemoryLevel,
+    ceil_div,
+    check_amounts,
+    check_counts,
+    level_rates,
+    memory_levels,
+)
 from penstock.memory import MachineProfile
 from penstock.tables import Report
 from penstock.units import format_bytes, format_seconds
 
 Edge = Literal["spill", "stream", "fuse"]
-Features = Literal["mixed", "each", "product"]
 MOST_OPERATORS = 24  # beyond a chain; a graph with many branches takes exponential time
 KEPT_SHARE = 0.5  # of the values between products in blocks that a step keeps, not computed again
 _TICKS = 1e15  # for each second: sums of integers are the same in any order
 _WORTH = 0.4  # of the time with everything spilled, for keeping all of it out of memory
 REUSED_BYTES = 31 * 2**20  # of a value that malloc hands out again: glibc's largest threshold is 32
 _LEAST_BLOCK_BYTES = 4096  # of a row; products of fewer features are slower
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChainOperator:
-    """An operator that works on each row alone.
-
-    Attributes:
-        name: For reports.
-        row_bytes: Bytes of its result for each row.
-        inputs: Numbers of the operators whose results it reads, all before it; -1 is the input of
-            the chain. None: the operator before it.
-        weight_bytes: Bytes that it reads for all rows together.
-        row_operations: Additions and multiplications for each row.
-        row_seconds: Time of a row whose bytes are in a cache, on all threads, where it was
-            measured: of functions that take longer than their additions and multiplications.
-        chunk_seconds: Time of a chunk beside that of its rows, where it was measured.
-        again_row_seconds: Time of a row that is spent once more where a step runs in chunks.
-        again_chunk_seconds: Likewise of a chunk.
-        value_passes: Times that its operands and its result are read or written.
-        new_row_bytes: Bytes of memory that it takes for each row; None: its result.
-        can_fuse: Whether it is computed in place of its operand.
-        features: Whether each feature of its result follows from the same feature of its operand
-            (`"each"`), or it is a product of matrices (`"product"`); else `"mixed"`.
-    """
-
-    name: str
-    row_bytes: int
-    inputs: tuple[int, ...] | None = None
-    weight_bytes: int = 0
-    row_operations: int = 0
-    row_seconds: float = 0.0
-    chunk_seconds: float = 0.0
-    again_row_seconds: float = 0.0
-    again_chunk_seconds: float = 0.0
-    value_passes: float = 1.0
-    new_row_bytes: int | None = None
-    can_fuse: bool = False
-    features: Features = "mixed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,8 +144,15 @@ def chain(
             allocator; None: `new_bytes_per_second`.
 
     Raises:
-        ValueError: An operator reads one that is not before it, or 25 operators have branches.
+        TypeError: A count or a rate is no number.
+        ValueError: An operator reads one that is not before it, 25 operators have branches, or a
+            count or a rate is not above 0.
     """
+    check_counts(num_threads=num_threads)
+    rates = (new_bytes_per_second, chunk_new_bytes_per_second)
+    for name, rate in zip(("new", "chunk_new"), rates, strict=True):
+        if rate is not None:
+            check_amounts(above=True, **{f"{name}_bytes_per_second": rate})
     graph = _ChainGraph(tuple(operators), rows, input_row_bytes)
     chunk_rate = chunk_new_bytes_per_second or new_bytes_per_second
     costs = SegmentCosts(graph, machine, num_threads, (new_bytes_per_second, chunk_rate))

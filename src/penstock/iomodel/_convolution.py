@@ -92,11 +92,14 @@ def convolution(
         element_bytes: Bytes of an element.
 
     Raises:
-        TypeError: A length is no integer, or `fast_memory` is no size.
+        TypeError: A length is no integer, `image` or `kernel` no pair, or `fast_memory` no size.
         ValueError: A length is below 1, no window fits into the image, or the fast memory holds
             less than 3 elements.
     """
     check_counts(batch=batch, in_channels=in_channels, out_channels=out_channels, stride=stride)
+    for name, pair in (("image", image), ("kernel", kernel)):
+        if not hasattr(pair, "__getitem__") or len(pair) != 2:
+            raise TypeError(f"{name} is {pair!r}; pass its height and width, such as (3, 3)")
     axes = [_axis(name, image, kernel, stride, padding) for name in ("height", "width")]
     of = _Convolution(batch, in_channels, out_channels, *axes)
     levels = model_levels(fast_memory, element_bytes, of.choose, of.bound, LEAST_ELEMENTS)

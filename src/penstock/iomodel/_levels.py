@@ -268,6 +268,22 @@ def check_counts(least: int = 1, **counts: Any) -> None:
             raise ValueError(f"{name} is {value}; pass a whole number of at least {least}")
 
 
+def check_amounts(*, above: bool = False, **amounts: Any) -> None:
+    """Check that arguments are numbers of at least 0, or above it.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: One is less.
+    """
+    least = "above 0" if above else "of at least 0"
+    for name, value in amounts.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} is {value!r}; pass a number {least}")
+        amount = float(value)
+        if not amount >= 0 or (above and amount == 0):  # NaN is none either
+            raise ValueError(f"{name} is {value}; pass a number {least}")
+
+
 def ceil_div(length: int, block: int) -> int:
     """Return how many blocks cover a length."""
     return -(-length // block)

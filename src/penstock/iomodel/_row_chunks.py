@@ -284,8 +284,9 @@ class GradientSums:
         if key in self._wanted and key not in self._sums:
             place, weight = self._places.get(key), self._wanted[key]
             dtype = find_sum_dtype(weight)
-            is_sum = place is not None and place.dtype == dtype
-            self._sums[key] = place if is_sum else torch.zeros_like(weight, dtype=dtype)
+            if place is None or place.dtype != dtype:
+                place = torch.zeros_like(weight, dtype=dtype)
+            self._sums[key] = place
         return self._sums.get(key)
 
     def finish(self) -> list[Tensor | None]:
