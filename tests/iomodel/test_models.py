@@ -142,6 +142,24 @@ def test_everything_that_fits_moves_once():
         assert model.ratio == 1
 
 
+def test_bounds_count_only_what_is_needed():
+    tokens, head_dim = 4, 8
+    q, k, v, gradient = np.random.default_rng(0).normal(size=(4, tokens, head_dim))
+    powers = np.exp(q @ k.T)
+    p = powers / powers.sum(1, keepdims=True)
+    of_p, out = gradient @ v.T, p @ v
+    # The output's rows times its gradient's need no output.
+    np.testing.assert_allclose((p * of_p).sum(1), (out * gradient).sum(1))
+    moved = 7 * tokens * head_dim  # q, k, v and the gradient in, three gradients out
+    bound = attention(tokens, head_dim, "1MiB", pass_="backward").lower_bound_bytes
+    assert bound == 4 * moved
+    # Eight of nine weights meet padding only.
+    assert convolution(1, 1, 1, (1, 1), (3, 3), "1KiB", padding=1).lower_bound_bytes == 4 * 3
+    assert convolution(1, 1, 1, (2, 1), (3, 3), "1KiB", padding=1).lower_bound_bytes == 4 * 7
+    skipped = convolution(1, 1, 1, (4, 1), (2, 1), "1KiB", stride=3)
+    assert skipped.lower_bound_bytes == 4 * (2 + 2 + 1)
+
+
 def test_levels_of_a_machine_come_near_to_far():
     profile = machine("h200")
     model = attention(8192, 576, profile, element_bytes=2)

@@ -94,8 +94,9 @@ class _Attention:
 
     def bound(self, elements: int) -> int:
         """Return the elements that move at least through so many."""
-        each = 2 if self.pass_ == "forward" else 4  # q and o, or q, o, do and dq; likewise of keys
-        compulsory = each * (self.tokens + self.keys) * self.head_dim
+        # q and o, k and v; or q, do and dq, k, v, dk and dv: D = rowsum(P dP), too, without o
+        of_query, of_key = (2, 2) if self.pass_ == "forward" else (3, 4)
+        compulsory = (of_query * self.tokens + of_key * self.keys) * self.head_dim
         scores = self.tokens * self.keys
         return max(compulsory, attention_bound(scores, self.head_dim, elements))
 

@@ -56,6 +56,14 @@ class _ImageAxis:
         return sum(0 <= at < self.inputs for at in covered)
 
     @property
+    def used_taps(self) -> int:
+        """Taps that meet an input for some output, not padding alone."""
+        begins = [first * self.stride - self.padding for first in range(self.outputs)]
+        return sum(
+            any(0 <= begin + tap < self.inputs for begin in begins) for tap in range(self.taps)
+        )
+
+    @property
     def pairs(self) -> int:
         """Pairs of an output and a tap that meet an input, not the padding."""
         return sum(self.span(first, 1) for first in range(self.outputs))
@@ -150,7 +158,8 @@ class _Convolution:
         used = self.batch * self.in_channels * down.used * across.used
         pairs = self.batch * self.in_channels * self.out_channels * down.pairs * across.pairs
         reuse = ceil_div(down.taps, down.stride) * ceil_div(across.taps, across.stride)
-        return max(used + self.weights + self.outputs, product_bound(pairs, elements, reuse))
+        weights = self.in_channels * self.out_channels * down.used_taps * across.used_taps
+        return max(used + weights + self.outputs, product_bound(pairs, elements, reuse))
 
     def choose(self, elements: int) -> TiledSchedule:
         """Return the schedule that moves the fewest elements through so many."""
