@@ -95,6 +95,31 @@ def test_views_move_nothing_and_writes_in_place_do(processor):
     assert (first.loaded_bytes, first.stored_bytes) == (256 * KIB, 256 * KIB)
 
 
+def test_sparse_operands_are_counted(processor):
+    dense = torch.eye(100)
+    for sparse, index_bytes in (
+        (dense.to_sparse(), 8 * 200),
+        (dense.to_sparse_csr(), 8 * 201),
+        (dense.to_sparse_csc(), 8 * 201),
+        (dense.to_sparse_bsr((1, 1)), 8 * 201),
+    ):
+        report = explain_here(processor, sparse.clone, num_threads=1)
+        (first, *_) = report.function.levels
+        lines = first.loaded_bytes, first.stored_bytes
+        assert lines == pytest.approx((index_bytes + 400,) * 2, abs=6 * 64)
+
+
+def test_tensors_without_known_memory_are_refused(processor):
+    meta = torch.empty(1000, device="meta")
+    with pytest.raises(ValueError, match=r"\(1000,\) is on the device meta"):
+        explain_here(processor, torch.relu, meta)
+    with pytest.raises(ValueError, match="on the device meta"):
+        explain_here(processor, declared(lambda trace, x: trace.stream([x])), meta)
+    if torch.backends.mkldnn.is_available():
+        with pytest.raises(TypeError, match=r"layout torch\._mkldnn"):
+            explain_here(processor, torch.relu, torch.ones(4, 4).to_mkldnn())
+
+
 def look_up(trace, index, num_loads):
     """Stream indices and results, with loads from tables that stay in the first level."""
     for at in range(0, 4 * index, 4096):

@@ -126,7 +126,14 @@ class AccessTrace:
 
 
 def _address(buffer: torch.Tensor | int) -> int:
-    return buffer if isinstance(buffer, int) else buffer.data_ptr()
+    if isinstance(buffer, int):
+        return buffer
+    if buffer.is_meta:
+        raise ValueError(
+            f"a tensor of the shape {tuple(buffer.shape)} is on the device meta, where it has no "
+            "memory and no accesses; pass one that has"
+        )
+    return buffer.data_ptr()
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -154,12 +154,14 @@ def explain(
         machine: The rates, or the name of a machine; None: those of `penstock.probe`; of
             an H100 for interpreted kernels.
         num_threads: Threads that the function runs on; None: those of torch.
-        operations: Additions and multiplications of the function; None: those of torch's products.
+        operations: Additions and multiplications of the function; None: those of torch's products,
+            of sparse tensors as if they were dense.
         repetitions: Times that each function is run, in turn; 0: not measured.
 
     Raises:
-        TypeError: What is to be explained cannot be called, or returns a generator.
-        ValueError: A number is below what it can be.
+        TypeError: What is to be explained cannot be called, returns a generator, or uses tensors
+            that are neither dense nor sparse.
+        ValueError: A number is below what it can be, or a tensor is on the device meta.
         PenstockError: A kernel is not interpreted, or no rate is known.
     """
     check_counts(0, repetitions=repetitions, operations=operations or 0)

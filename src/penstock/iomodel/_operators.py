@@ -58,11 +58,25 @@ def trace_operators(function: Callable[[], object]) -> tuple[AccessTrace, int, i
 
 
 def _find_tensors(values: Any) -> list[torch.Tensor]:
-    return [
-        each
-        for each in tree_leaves(values)
-        if isinstance(each, torch.Tensor) and each.layout == torch.strided
-    ]
+    """Return the tensors that have memory; those of a sparse tensor are its indices and values."""
+    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return [part for each in tensors for part in _find_parts(each)]
+
+
+def _find_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    match tensor.layout:
+        case torch.strided:
+            return [tensor]
+        case torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    raise TypeError(
+        f"the function uses a tensor of the layout {tensor.layout}, whose bytes are not known; use "
+        "a dense or a sparse one, or declare the function's accesses with declare_access"
+    )
 
 
 def _find_written(
@@ -79,7 +93,7 @@ def _find_written(
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
