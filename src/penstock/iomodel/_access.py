@@ -226,10 +226,7 @@ def simulate_caches(
         ValueError: Capacities do not ascend, or are below a line, or a line is below a byte.
     """
     check_counts(line_bytes=line_bytes)
-    for capacity in capacities_bytes:
-        check_counts(capacities_bytes=capacity)
-    lines = [capacity // line_bytes for capacity in capacities_bytes]
-    _check_capacities(lines, capacities_bytes, line_bytes)
+    lines = _count_lines(capacities_bytes, line_bytes)
     run = _simulate_by_cpp if _library() is not None else _simulate_by_python
     counts = run(trace.arrays(), lines, line_bytes, allocates, is_warm)
     return tuple(
@@ -243,14 +240,17 @@ def simulate_caches(
     )
 
 
-def _check_capacities(
-    lines: Sequence[int], capacities_bytes: Sequence[int], line_bytes: int
-) -> None:
-    if list(lines) != sorted(lines) or (lines and lines[0] < 1):
+def _count_lines(capacities_bytes: Sequence[int], line_bytes: int) -> list[int]:
+    """Return the lines that caches hold."""
+    for capacity in capacities_bytes:
+        check_counts(capacities_bytes=capacity)
+    lines = [capacity // line_bytes for capacity in capacities_bytes]
+    if lines != sorted(lines) or (lines and lines[0] < 1):
         raise ValueError(
             f"capacities_bytes are {list(capacities_bytes)}; pass capacities of at least a line of "
             f"{line_bytes} bytes, ascending"
         )
+    return lines
 
 
 @functools.cache

@@ -151,8 +151,7 @@ def find_settings(layer: torch.nn.Module, now: Settings) -> Settings | None:
     node = current_node()
     if history is None or node is None or len(history.changes) == 1:
         return None
-    number = node._sequence_nr()
-    place = bisect.bisect_right(history.changes, number, key=lambda change: change.start) - 1
+    place = bisect.bisect_right(history.changes, node._sequence_nr(), key=lambda c: c.start) - 1
     if place < 0:
         raise RuntimeError(
             f"the adapters of a layer were changed more than {_MAX_CHANGES} times between a "

@@ -46,8 +46,7 @@ def spgemm(
         mask: `(m, n)`, sparse: entries of the product outside of its pattern are not computed.
         pattern: Of this product, by `product_pattern`: the columns of the result are not looked for
             again.
-        max_bytes: Of the workspace, which holds a row of the result at least; None for that of
-            `pattern`, or 64 MiB.
+        max_bytes: Of the workspace, a row's at least; None for that of `pattern`, or 64 MiB.
 
     Returns:
         `(m, n)`, in CSR with sorted columns, or in COO where `a` is. An entry is stored where

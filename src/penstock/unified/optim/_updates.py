@@ -122,8 +122,7 @@ def update_rows(
     assert gradients.dtype == table.dtype and gradients.shape[1] == tables[0].shape[1]
     library = _library()
     if library is None or (table.dtype == torch.float16 and not library.penstock_has_half()):
-        _update_in_torch(step, groups, gradients, tables, gathered)
-        return
+        return _update_in_torch(step, groups, gradients, tables, gathered)
     update = _make_struct(step, groups, gradients, tables, gathered)
     numbers = step.numbers()
     values = (ctypes.c_double * len(numbers))(*numbers)

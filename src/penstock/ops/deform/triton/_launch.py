@@ -93,7 +93,6 @@ def sizes_of(
     outs_of_group = len(weight) * of_group // x.shape[1]
     tile_channels = min(_TILE_CHANNELS, _ceil_power(segment))
     halo = _measure_halo(geometry, -(-of_offset // tile_channels))
-    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return DeformSizes(
         *x.shape,
         outs=len(weight),
@@ -117,7 +116,7 @@ def sizes_of(
         tile_pixels=_TILE_PIXELS,
         tile_outs=min(_TILE_OUTS, _ceil_power(outs_of_group)),
         tile_channels=tile_channels,
-        precision="tf32" if is_tf32 else "ieee",
+        precision="tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
     )
 
 
