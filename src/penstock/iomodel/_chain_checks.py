@@ -7,7 +7,7 @@ numbers or use weights of others show it there, and are refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,9 @@ from torch import Tensor, nn
 
 from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dynamo import run_uncompiled
-
-Run = Callable[[Tensor, Sequence[Tensor]], Tensor]
-_NUM_ROWS = 8
-# Of the largest number, by dtype: sums in another order differ by less
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-_TOLERANCE = 0.05  # of numbers of 16 bits
+from penstock.iomodel._random_numbers import keep_random_state, random_state
+from penstock.iomodel._row_checks import Run, check_beside_others, check_rows, choose_rows
+from penstock.iomodel._sum_checks import check_sum
 
 
 @run_uncompiled(reason="what the rows are decides what is refused")
@@ -39,25 +36,31 @@ def run_some_rows(
         TypeError: The result is no tensor.
         ValueError: The modules would compute something else in chunks.
     """
-    some, of_some = _choose_rows(rows, others)
+    some, of_some = choose_rows(rows, others)
     given = some.clone()  # which a module may change in place
     state, version = random_state(rows.device), _version(given)
-    with refuse_buffer_changes(modules), outside_saving_hooks():
+    with keep_random_state(rows.device), refuse_buffer_changes(modules), outside_saving_hooks():
         result = run(given, of_some)
-    check_result(modules[-1], result)
-    if torch.is_grad_enabled() and _version(given) != version:
-        raise ValueError(
-            "a module of the chain changes x in place, and would do so again in the backward "
-            "pass; begin the chain after it, or with inplace=False"
-        )
-    is_random = not torch.equal(state, random_state(rows.device))
+        check_result(modules[-1], result)
+        is_random = not torch.equal(state, random_state(rows.device))
     if torch.is_grad_enabled():
+        if _version(given) != version:
+            raise ValueError(
+                "a module of the chain changes x in place, and would do so again in the backward "
+                "pass; begin the chain after it, or with inplace=False"
+            )
         if is_random:
             refuse_random_numbers()
         _check_leaves(result, modules, others)
+    if is_random and result.dim() == 0:
+        raise ValueError(
+            "a module of the chain drew random numbers for a number, of which no part then shows "
+            "whether it is a sum over its rows; leave dropout out of the chain, or set its modules "
+            "to eval()"
+        )
     result = result.detach()
-    check = _check_random_rows if is_random else _check_rows
-    check(run, result, some, of_some)
+    with torch.no_grad(), refuse_buffer_changes(modules):
+        _compare(run, result, rows, others, is_random)
     return result
 
 
@@ -66,21 +69,26 @@ def check_some_rows(
     run: Run, modules: Sequence[Any], rows: Tensor, others: Sequence[Tensor]
 ) -> None:
     """Refuse modules that mix rows, as `run_some_rows` does; no random number counts as drawn."""
-    some, of_some = _choose_rows(rows, others)
+    some, of_some = choose_rows(rows, others)
     state = random_state(rows.device)
     with keep_random_state(rows.device), torch.no_grad(), refuse_buffer_changes(modules):
         result = run(some.clone(), of_some)
         check_result(modules[-1], result)
         is_random = not torch.equal(state, random_state(rows.device))
-        check = _check_random_rows if is_random else _check_rows
-        check(run, result, some, of_some)
+        if result.dim() or not is_random:
+            _compare(run, result, rows, others, is_random)
 
 
-def _choose_rows(rows: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a few rows, evenly, first and last included."""
-    num_rows = min(_NUM_ROWS, len(rows))
-    at = torch.arange(num_rows, device=rows.device) * (len(rows) - 1) // (num_rows - 1)
-    return rows.detach()[at], [each[at] for each in others]
+def _compare(
+    run: Run, result: Tensor, rows: Tensor, others: Sequence[Tensor], is_random: bool
+) -> None:
+    """Compare the result of some rows with those of other ones; there are no gradients here."""
+    if result.dim() == 0:
+        check_sum(run, result, rows, others)
+    elif is_random:
+        check_beside_others(run, *choose_rows(rows, others))
+    else:
+        check_rows(run, result, *choose_rows(rows, others))
 
 
 @contextlib.contextmanager
@@ -104,19 +112,6 @@ def check_result(module: object, result: object) -> None:
             f"{name} returned a {type(result).__name__}, but a module of a chain must return one "
             "tensor; take it out of the result in a function"
         )
-
-
-def random_state(device: torch.device) -> Tensor:
-    """Return the state of the random numbers that modules draw for a device."""
-    state = torch.get_rng_state()
-    if device.type != "cuda":
-        return state
-    return torch.cat([state, torch.cuda.get_rng_state(device)])
-
-
-def keep_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context at whose end random numbers go on as if none had been drawn in it."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def refuse_random_numbers() -> None:
@@ -181,62 +176,3 @@ def _find_leaves(result: Tensor) -> Iterator[Tensor]:
         if hasattr(node, "variable"):
             yield node.variable
         stack += [each for each, _ in node.next_functions]
-
-
-def _check_rows(run: Run, result: Tensor, some: Tensor, others: Sequence[Tensor]) -> None:
-    """Refuse results that are not of each row alone, or no sum over rows."""
-    count = len(some)
-    with torch.no_grad():
-        if result.dim() == 0:
-            middle = count // 3 + 1  # of two, one each; a mean of unequal parts is no sum
-            first = run(some[:middle].clone(), [each[:middle] for each in others])
-            second = run(some[middle:].clone(), [each[middle:] for each in others])
-            if not _differ(first + second, result):
-                return
-            raise ValueError(
-                f"the number that the chain's last module returned is no sum over its rows: "
-                f"{float(result):.4g} of {count} rows, {float(first):.4g} and {float(second):.4g} "
-                "of two parts of them; pass one that adds, as with reduction='sum', and divide the "
-                "result by the rows"
-            )
-        # The rows turned around, and without the first of them
-        found = run(some[1:].flip(0), [each[1:].flip(0) for each in others])
-        expected = result[1:].flip(0)
-        is_by_row = len(result) == count and found.shape == expected.shape
-        if is_by_row and not _differ(found, expected):
-            return
-    _refuse_mixed_rows()
-
-
-def _check_random_rows(run: Run, result: Tensor, some: Tensor, others: Sequence[Tensor]) -> None:
-    """Refuse results of rows that change, by the same random numbers, with the first and last."""
-    if result.dim() == 0:
-        return
-    turned = torch.cat([some[-1:], some[1:-1], some[:1]])
-    with torch.no_grad():
-        found = []
-        for rows in (some, turned):
-            with keep_random_state(some.device):
-                found.append(run(rows.clone(), others))
-    inner, of_turned = (each[1:-1] for each in found)
-    if len(result) != len(some) or _differ(of_turned, inner):
-        _refuse_mixed_rows()
-
-
-def _refuse_mixed_rows() -> None:
-    raise ValueError(
-        "a module of the chain does not work on each row alone: a row's result depends on the rows "
-        "beside it; leave out what reduces, sorts or normalises over rows"
-    )
-
-
-def _differ(found: Tensor, expected: Tensor) -> bool:
-    """Return whether numbers differ by more than sums of floats do."""
-    if not expected.is_floating_point():
-        return False  # an index of equals may be any of them
-    tolerance = _TOLERANCES.get(expected.dtype, _TOLERANCE)
-    found, expected = found.double(), expected.double()
-    if not torch.equal(found.isnan(), expected.isnan()):
-        return True
-    most = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else 0.0
-    return bool(((found - expected).abs() > tolerance * most).any())

@@ -25,11 +25,7 @@ from penstock._lazy import cached_property
 from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
 from penstock.iomodel._chain import ChainOperator, ChainPlan, Features, chain
-from penstock.iomodel._chain_checks import (
-    check_result,
-    keep_random_state,
-    refuse_buffer_changes,
-)
+from penstock.iomodel._chain_checks import check_result, refuse_buffer_changes
 from penstock.iomodel._feature_blocks import can_run_in_blocks
 from penstock.iomodel._levels import this_machine
 from penstock.iomodel._module_tensors import ModuleTensors
@@ -40,6 +36,7 @@ from penstock.iomodel._modules import (
     is_plain_linear,
     makes_new_value,
 )
+from penstock.iomodel._random_numbers import keep_random_state
 from penstock.iomodel._row_chunks import reuse_memory, spare_leaf
 from penstock.iomodel._segment_runs import SegmentRuns
 from penstock.iomodel._timing import Line, time_best, time_call

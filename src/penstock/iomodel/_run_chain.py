@@ -21,6 +21,7 @@ from penstock.iomodel._levels import check_counts
 from penstock.iomodel._modules import Module
 from penstock.iomodel._plan_chain import choose_chain, flatten_rows
 from penstock.iomodel._segment_runs import make_segment
+from penstock.iomodel._sequence_checks import check_sequences
 
 
 def run_chain(
@@ -73,6 +74,8 @@ def run_chain(
     _refuse_autocast(x)
     _refuse_transforms()
     _check_choice(modules, others, plan, chunk_rows, feature_blocks)
+    if x.dim() > 2:
+        check_sequences(modules[:-1] if others else modules, x)
     everything = tuple(range(len(modules)))
     if feature_blocks is not None:
         check_counts(feature_blocks=feature_blocks)
