@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.iomodel import run_chain
+from penstock.iomodel import plan_chain, run_chain
 
 
 def rows(count=40, requires_grad=True):
@@ -51,6 +51,62 @@ def test_modules_that_change_their_buffers_are_refused(module):
     with pytest.raises(ValueError, match="changes its buffers"):
         run_chain([nn.Linear(6, 6), module], rows(), chunk_rows=8)
     assert run_chain([nn.Linear(6, 6), nn.BatchNorm1d(6).eval()], rows(), chunk_rows=8).shape
+
+
+class Forgetful(nn.Module):
+    """A module that has another buffer after each call, and a new one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x):
+        self.last = x.detach()
+        self.register_buffer("next", self.last + 1)
+        return x
+
+
+class Statistics(nn.Module):
+    """A module whose statistics change without a new version of the tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.mean, self.variance, training=True)
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.BatchNorm1d(6), Counter, Forgetful, Statistics])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda modules, x: run_chain(modules, x, chunk_rows=8),
+        lambda modules, x: run_chain(modules, x.unflatten(0, (4, 10)), chunk_rows=99),
+        run_chain,
+        plan_chain,
+    ],
+    ids=["chunks", "sequences", "planned", "plan"],
+)
+def test_a_refused_chain_leaves_buffers_and_random_numbers(kind, run):
+    module, x = kind(), rows()
+    before = {name: (each, each.clone()) for name, each in module.named_buffers()}
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="changes its buffers"):
+        run([nn.Dropout(0.1), module], x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(before) == [name for name, _ in module.named_buffers()]
+    for name, (buffer, copy) in before.items():
+        assert getattr(module, name) is buffer and torch.equal(buffer, copy)
+
+
+def test_large_buffers_are_not_copied_and_their_changes_noticed():
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(2**19))
+    module.forward = lambda x: x + module.table.add_(1)[0]
+    with pytest.raises(ValueError, match="changes its buffers"):
+        run_chain([module], rows(), chunk_rows=8)
 
 
 @pytest.mark.parametrize("are_ignored", [False, True])

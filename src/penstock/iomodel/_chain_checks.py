@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dynamo import run_uncompiled
+from penstock.compat.modules import refuse_changed_buffers
 from penstock.iomodel._random_numbers import keep_random_state, random_state
 from penstock.iomodel._row_checks import Run, check_beside_others, check_rows, choose_rows
 from penstock.iomodel._sum_checks import check_sum
@@ -91,17 +92,13 @@ def _compare(
         check_rows(run, result, *choose_rows(rows, others))
 
 
-@contextlib.contextmanager
-def refuse_buffer_changes(modules: Iterable[Any]) -> Iterator[None]:
-    """Raise `ValueError` if modules have changed their buffers by the end."""
-    modules = list(modules)
-    kept = _buffer_versions(modules)
-    yield
-    if kept != _buffer_versions(modules):
-        raise ValueError(
-            "a module of the chain changes its buffers, as of batches and not of rows; leave it "
-            "out of the chain, or set it to eval()"
-        )
+def refuse_buffer_changes(modules: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    """Return a context that raises if modules have changed their buffers by the end."""
+    return refuse_changed_buffers(
+        modules,
+        "a module of the chain changes its buffers, as of batches and not of rows; leave it out of "
+        "the chain, or set it to eval()",
+    )
 
 
 def check_result(module: object, result: object) -> None:
@@ -145,11 +142,6 @@ class _FirstDerivative(torch.autograd.Function):
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _buffer_versions(modules: Iterable[Any]) -> list[tuple[int, int]]:
-    buffers = (b for each in modules if isinstance(each, nn.Module) for b in each.buffers())
-    return [(id(each), each._version) for each in buffers if not each.is_inference()]
 
 
 def _check_leaves(result: Tensor, modules: Iterable[Any], others: Sequence[Tensor]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from penstock.compat.modules import refuse_changed_buffers
 from penstock.traversal._layer_rows import LayerRows
 from penstock.traversal._rank_graph import RankGraph
 
@@ -93,29 +94,13 @@ def _read_lists(
     return source.read(known), _direct(part, places, targets)
 
 
-@contextlib.contextmanager
-def refuse_buffer_changes(layer: object, number: int) -> Iterator[None]:
-    """Raise if a module changes its buffers meanwhile, and put back what they were."""
-    buffers = [*layer.buffers()] if isinstance(layer, nn.Module) else []
-    kept = [(each, each.clone()) for each in buffers if each.layout == torch.strided]
-    changed = []
-    try:
-        yield
-    finally:
-        # Kernels of batch norms write running statistics without a new version of the tensor.
-        changed = [pair for pair in kept if not torch.equal(*map(_bytes_of, pair))]
-        for buffer, before in changed:
-            buffer.copy_(before)
-    if changed:
-        raise ValueError(
-            f"layers[{number}]: it changes its buffers, as of batches and not of nodes. Call "
-            "model.eval() before."
-        )
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as bytes, in which a NaN is equal to itself."""
-    return tensor.reshape(-1).view(torch.uint8)
+def refuse_buffer_changes(layer: object, number: int) -> AbstractContextManager[None]:
+    """Return a context that raises if a module has changed its buffers by the end."""
+    return refuse_changed_buffers(
+        [layer],
+        f"layers[{number}]: it changes its buffers, as of batches and not of nodes. Call "
+        "model.eval() before.",
+    )
 
 
 def _direct(part: RankGraph, neighbors: Tensor, owners: Tensor) -> Tensor:
