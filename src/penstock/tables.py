@@ -49,8 +49,8 @@ class Report:
         cls._title, cls._hidden = title, hidden
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, for JSON."""
-        return dataclasses.asdict(self)
+        """Return the fields as plain data, for JSON; keys of several parts have commas."""
+        return {name: _join_keys(value) for name, value in dataclasses.asdict(self).items()}
 
     def _rows(self) -> list[tuple[str, object]]:
         """Return names and values of the table, as `report_table` takes them."""
@@ -59,6 +59,13 @@ class Report:
 
     def __str__(self) -> str:
         return report_table(self._rows(), title=self._title)
+
+
+def _join_keys(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    names = (",".join(map(str, key)) if isinstance(key, tuple) else key for key in value)
+    return dict(zip(names, value.values(), strict=True))
 
 
 def report_table(report: DataclassInstance | Iterable[tuple[str, object]], *, title: str) -> str:

@@ -40,7 +40,7 @@ def can_run_in_blocks(modules: Sequence[Module]) -> bool:
     if len(modules) < 2 or any(find_in_place(each) is None for each in modules[1:-1]):
         return False
     first, last = modules[0], modules[-1]
-    if not is_plain_linear(first) or not is_plain_linear(last):
+    if not is_plain_linear(first) or not is_plain_linear(last) or not len(first.weight):
         return False
     return first.weight is not last.weight and (first.bias is None or first.bias is not last.bias)
 

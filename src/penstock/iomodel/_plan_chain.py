@@ -23,11 +23,11 @@ from torch.utils.flop_counter import flop_registry
 
 from penstock._lazy import cached_property
 from penstock.compat.autograd import outside_saving_hooks
-from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
+from penstock.compat.dispatch import TorchDispatchMode, are_functorch_transforms_active, tree_leaves
 from penstock.iomodel._chain import ChainOperator, ChainPlan, Features, chain
 from penstock.iomodel._chain_checks import check_result, refuse_buffer_changes
 from penstock.iomodel._feature_blocks import can_run_in_blocks
-from penstock.iomodel._levels import this_machine
+from penstock.iomodel._levels import check_counts, this_machine
 from penstock.iomodel._module_tensors import ModuleTensors
 from penstock.iomodel._modules import (
     Module,
@@ -50,20 +50,45 @@ _NEW_BYTES = 256 * 2**20  # far more than malloc hands out again, and than cache
 _BACKWARD_VALUES = 1.5  # a backward pass reads a gradient and what was saved, and writes a gradient
 
 
-def flatten_rows(x: Tensor, row_args: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return rows of features, and the other arguments by row."""
+def check_input(modules: Sequence[Module], x: Tensor, row_args: Sequence[Tensor]) -> None:
+    """Raise `TypeError` or `ValueError` if a chain cannot run on its input."""
+    names = ("x", *(f"row_args[{number}]" for number in range(len(row_args))))
+    for name, each in zip(names, (x, *row_args), strict=True):
+        if not isinstance(each, Tensor):
+            raise TypeError(f"{name} is a {type(each).__name__}; pass a tensor, by row")
+        if each.device.type == "meta":
+            raise ValueError(f"{name} is on the device meta; pass a tensor that has numbers")
+    if x.dim() == 0:
+        raise ValueError("x is a number; pass a tensor of rows of features, (..., features)")
     if x.is_complex():
         raise ValueError(
             f"x is {x.dtype}, and chains run in real numbers; pass real and imag parts"
         )
     shape = x.shape[:-1]
-    for number, each in enumerate(row_args):
+    for name, each in zip(names[1:], row_args, strict=True):
         if each.shape[: len(shape)] != shape:
             raise ValueError(
-                f"row_args[{number}] has the shape {tuple(each.shape)}, which does not begin with "
+                f"{name} has the shape {tuple(each.shape)}, which does not begin with "
                 f"{tuple(shape)}, the rows of x; pass one with an entry for each row"
             )
-    rows = x.reshape(-1, x.shape[-1])
+    check_counts(modules=len(modules), rows=shape.numel())
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            "autocast is on, and off where the chain is computed again; call run_chain and "
+            "plan_chain outside of it, with modules and x in the dtype to compute in"
+        )
+    if are_functorch_transforms_active():
+        raise ValueError(
+            "a transformation of torch.func (grad, vmap, jvp) is on, and does not reach into "
+            "chunks; use torch.autograd.grad around run_chain, or call the modules one after the "
+            "other"
+        )
+
+
+def flatten_rows(x: Tensor, row_args: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return rows of features, and the other arguments by row."""
+    shape = x.shape[:-1]
+    rows = x.reshape(shape.numel(), x.shape[-1])
     return rows, [each.reshape(len(rows), *each.shape[len(shape) :]) for each in row_args]
 
 
@@ -83,7 +108,13 @@ def plan_chain(
         x: Its input.
         *row_args: Its other arguments.
         machine: Levels and rates, or the name of a machine; None: those of `penstock.probe`.
+
+    Raises:
+        TypeError: A module's result, x or one of `row_args` is no tensor.
+        ValueError: No module, no row, complex numbers, autocast that is on, arguments that do not
+            fit each other, or a module that changes its buffers.
     """
+    check_input(modules, x, row_args)
     with keep_random_state(x.device), outside_saving_hooks():
         plan, runs = _choose(modules, x, row_args, machine)
         return runs.time(plan)
@@ -261,17 +292,17 @@ class _ModuleRuns:
             if self.module.weight.requires_grad:
                 self._gradient.addmm_(result.t(), rows)
             return
-        leaf = rows.detach().requires_grad_()
+        leaf = rows.detach().requires_grad_(rows.is_floating_point())
         weights = find_parameters([self.module])
         leaves = {id(each): each.detach().requires_grad_() for each in weights}
         tensors = ModuleTensors([self.module], weights)
         with torch.enable_grad():
             result = tensors.call(self.module, [spare_leaf(self.module, leaf), *others], leaves)
-        if result.requires_grad:
+        operands = [each for each in (leaf, *leaves.values()) if each.requires_grad]
+        if result.requires_grad and operands:
             if result.shape not in self._seeds:
                 self._seeds[result.shape] = torch.ones_like(result)
-            seed = self._seeds[result.shape]
-            torch.autograd.grad(result, [leaf, *leaves.values()], seed, allow_unused=True)
+            torch.autograd.grad(result, operands, self._seeds[result.shape], allow_unused=True)
 
     @cached_property
     def _seeds(self) -> dict[torch.Size, Tensor]:

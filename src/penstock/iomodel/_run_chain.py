@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from penstock.compat.dispatch import are_functorch_transforms_active
 from penstock.iomodel._chain import ChainPlan
 from penstock.iomodel._feature_blocks import can_run_in_blocks
 from penstock.iomodel._levels import check_counts
 from penstock.iomodel._modules import Module
-from penstock.iomodel._plan_chain import choose_chain, flatten_rows
+from penstock.iomodel._plan_chain import check_input, choose_chain, flatten_rows
 from penstock.iomodel._segment_runs import make_segment
 from penstock.iomodel._sequence_checks import check_sequences
 
@@ -59,7 +57,7 @@ def run_chain(
         The result, `(..., features)`, or the sum of the numbers.
 
     Raises:
-        TypeError: A module's result is no tensor.
+        TypeError: A module's result, x or one of `row_args` is no tensor, or `plan` no plan.
         ValueError: No module, no row, complex numbers, autocast or a transformation of `torch.func`
             that is on, arguments that do not fit each other, modules that do not run in blocks of
             features, or a module that drew random numbers, does not work on each row alone, changes
@@ -69,10 +67,8 @@ def run_chain(
             scripted module or an `autograd.Function` uses a weight that has hooks, or
             `parametrize.cached` is on for one.
     """
+    check_input(modules, x, row_args)
     rows, others = flatten_rows(x, row_args)
-    check_counts(modules=len(modules), rows=len(rows))
-    _refuse_autocast(x)
-    _refuse_transforms()
     _check_choice(modules, others, plan, chunk_rows, feature_blocks)
     if x.dim() > 2:
         check_sequences(modules[:-1] if others else modules, x)
@@ -117,26 +113,11 @@ def _check_choice(
         )
     if plan is None:
         return
+    if not isinstance(plan, ChainPlan):
+        raise TypeError(f"plan is {plan!r}; pass what plan_chain returned for these modules")
     planned = sorted(at for each in plan.segments for at in each.operators)
     if planned != list(range(len(modules))):
         raise ValueError(
             f"plan has {len(planned)} modules, and modules are {len(modules)}; pass what "
             "plan_chain returned for these modules"
-        )
-
-
-def _refuse_autocast(x: Tensor) -> None:
-    if torch.is_autocast_enabled(x.device.type):
-        raise ValueError(
-            "autocast is on, and off where the chain is computed again; call run_chain outside of "
-            "it, with modules and x in the dtype to compute in"
-        )
-
-
-def _refuse_transforms() -> None:
-    if are_functorch_transforms_active():
-        raise ValueError(
-            "a transformation of torch.func (grad, vmap, jvp) is on, and does not reach into "
-            "chunks; use torch.autograd.grad around run_chain, or call the modules one after the "
-            "other"
         )

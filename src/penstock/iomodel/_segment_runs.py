@@ -56,8 +56,8 @@ def make_segment(
         names = ", ".join(type(each).__name__ for each in modules)
         raise ValueError(
             f"feature_blocks is {feature_blocks} for {names}; pass two nn.Linear of different "
-            "weights, without hooks, with functions of each element such as nn.GELU between them, "
-            "or pass chunk_rows"
+            "weights, without hooks, with features and functions of each element such as nn.GELU "
+            "between them, or pass chunk_rows"
         )
     return FeatureBlocks(first, middle, last, feature_blocks, accumulates)
 
@@ -125,7 +125,8 @@ class SegmentRuns:
                 run(rows)
             return
         before = self.modules[: segment.operators[0]]
-        leaf = rows.detach().requires_grad_(self.needs_rows or bool(find_parameters(before)))
+        is_needed = self.needs_rows or bool(find_parameters(before))
+        leaf = rows.detach().requires_grad_(is_needed and rows.is_floating_point())
         with torch.enable_grad():
             result = run(leaf)
         # One operand has all gradients computed, and no hook of the other weights called.
