@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from penstock.compat.dispatch import tree_map
 from penstock.compat.modules import has_cached_weights
 
+from penstock.iomodel._captured_values import CapturedValues, list_attributes
+
 
 class TensorVersions:
     """Tensors that share the memory of others, and notice changes of these in place."""
@@ -37,9 +39,9 @@ class TensorVersions:
         """
         if self._find() != self._versions:
             raise RuntimeError(
-                "a weight or a buffer of the chain was changed in place between its forward and "
-                "its backward pass, which computes it again; call backward() before the "
-                "optimizer's step"
+                "a weight, a buffer or another tensor of the chain was changed in place between "
+                "its forward and its backward pass, which computes it again; call backward() "
+                "before the optimizer's step"
             )
         return self._aliases
 
@@ -54,10 +56,13 @@ class ModuleTensors:
 
     def __init__(self, modules: Sequence[Any], weights: Sequence[Tensor]) -> None:
         self.weights = tuple(weights)
+        self._captured = CapturedValues(modules)
+        self._submodules: list[tuple[nn.Module, dict[str, nn.Module]]] = []
         self._named: dict[int, dict[str, Tensor]] = {}
         self._training: list[tuple[nn.Module, bool]] = []
         for module in modules:
             if isinstance(module, nn.Module):
+                self._submodules.append((module, dict(module.named_modules())))
                 self._training += [(each, each.training) for each in module.modules()]
                 self._named[id(module)] = dict(
                     [
@@ -66,8 +71,9 @@ class ModuleTensors:
                     ]
                 )
         known = {id(each): each for named in self._named.values() for each in named.values()}
-        self._versions = TensorVersions(list(known.values()))
-        aliases = zip(known, self._versions.check(), strict=True)
+        others = [*self._captured.list_tensors(), *list_attributes(modules)]
+        self._versions = TensorVersions([*known.values(), *others])
+        aliases = zip(known, self._versions.check(), strict=False)
         self._aliases = {key: each for key, each in aliases if each is not None}
         self.dtypes = {each.dtype for each in self._aliases.values()}
 
@@ -75,10 +81,18 @@ class ModuleTensors:
         """Refuse modules that would compute something else by now.
 
         Raises:
-            RuntimeError: A weight or a buffer was changed in place since, or a module was switched
-                between `train()` and `eval()`.
+            RuntimeError: A weight, a buffer or a captured tensor was changed in place since, a
+                function would read another value, or a module was replaced, or switched between
+                `train()` and `eval()`.
         """
         self._versions.check()
+        self._captured.check()
+        for module, before in self._submodules:
+            if dict(module.named_modules()) != before:
+                raise RuntimeError(
+                    f"{type(module).__name__} of the chain has other modules in it than in its "
+                    "forward pass, which the backward pass computes again; call backward() first"
+                )
         for module, was_training in self._training:
             if module.training is not was_training:
                 raise RuntimeError(
