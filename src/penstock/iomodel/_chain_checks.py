@@ -7,7 +7,7 @@ numbers or use weights of others show it there, and are refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dynamo import run_uncompiled
 from penstock.compat.modules import refuse_changed_buffers
+from penstock.iomodel._module_tensors import find_leaves
 from penstock.iomodel._random_numbers import keep_random_state, random_state
 from penstock.iomodel._row_checks import Run, check_beside_others, check_rows, choose_rows
 from penstock.iomodel._sum_checks import check_sum
@@ -148,23 +149,10 @@ def _check_leaves(result: Tensor, modules: Iterable[Any], others: Sequence[Tenso
     """Refuse tensors that need gradients, and would get none in silence."""
     known = {id(each) for of in modules if isinstance(of, nn.Module) for each in of.parameters()}
     hidden = [each for each in others if each.requires_grad]
-    hidden += [each for each in _find_leaves(result) if id(each) not in known]
+    hidden += [each for each in find_leaves(result) if id(each) not in known]
     if hidden:
         raise ValueError(
             f"a tensor of the shape {tuple(hidden[0].shape)} needs a gradient, and is neither x "
             "nor a parameter of the chain's modules: make it a parameter of an nn.Module in the "
             "chain, or detach() it"
         )
-
-
-def _find_leaves(result: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves of a result's graph that need gradients."""
-    stack, seen = [result.grad_fn], set()
-    while stack:
-        node: Any = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        stack += [each for each, _ in node.next_functions]

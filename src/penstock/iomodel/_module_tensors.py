@@ -7,7 +7,7 @@ tensors may hand out copies, and a chain computes with the memory of the weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.compat.dispatch import tree_map
 from penstock.compat.modules import has_cached_weights
-
 from penstock.iomodel._captured_values import CapturedValues, list_attributes
 
 
@@ -151,15 +150,14 @@ class LeavesForWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def find_reached(result: Tensor, weights: Mapping[int, Tensor]) -> list[Tensor]:
-    """Return the weights, by their identity, that the graph of a result ends in."""
-    stack, seen, found = [result.grad_fn], set(), []
+def find_leaves(result: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves of a result's graph that need gradients."""
+    stack, seen = [result.grad_fn], set()
     while stack:
         node: Any = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in weights:
-            found.append(node.variable)
+        if hasattr(node, "variable"):
+            yield node.variable
         stack += [each for each, _ in node.next_functions]
-    return found

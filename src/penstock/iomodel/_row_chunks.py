@@ -26,7 +26,7 @@ from penstock.iomodel._chain_checks import (
     refuse_random_numbers,
     run_some_rows,
 )
-from penstock.iomodel._module_tensors import LeavesForWeights, ModuleTensors, find_reached
+from penstock.iomodel._module_tensors import LeavesForWeights, ModuleTensors, find_leaves
 from penstock.iomodel._modules import Module, find_parameters, is_plain_linear, run_fused
 from penstock.memory import CachingAllocator
 
@@ -332,7 +332,8 @@ class GradientSums:
     def _add_gradients(
         self, at: slice, rows: Tensor, value: Tensor, gradient: Tensor | None
     ) -> None:
-        if self._hooked and (reached := find_reached(value, self._hooked)):
+        leaves = find_leaves(value) if self._hooked else ()
+        if reached := [each for each in leaves if id(each) in self._hooked]:
             raise RuntimeError(
                 f"a weight of the shape {tuple(reached[0].shape)} has hooks, which would be called "
                 "for each chunk of the chain: a scripted module or an autograd.Function uses it as "
