@@ -164,7 +164,9 @@ def _choose(
             operator, value, is_product = measured.describe(value, modules[:number])
         operators.append(operator)
         products |= {number} if is_product else set()
-    if value.dim() == 0:  # gradients are computed beside the result, and nothing twice
+    dtypes = {x.dtype, value.dtype, *(each.dtype for each in find_parameters(modules))}
+    # Gradients are computed beside the number, and nothing twice, but in float16.
+    if value.dim() == 0 and torch.float16 not in dtypes:
         again = {"again_row_seconds": 0.0, "again_chunk_seconds": 0.0}
         operators = [dataclasses.replace(each, **again) for each in operators]
     on_cpu = x.device.type == "cpu"
