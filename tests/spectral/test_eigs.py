@@ -219,6 +219,20 @@ def test_interior_eigenvalues_of_an_indefinite_matrix():
     assert float(residuals(matrix, pairs).max()) < 1e-11
 
 
+@pytest.mark.parametrize("k", [1, 5])
+def test_values_around_zero_of_a_spectrum_that_is_symmetric_about_it(k: int):
+    """As of bipartite graphs: of the square, w and -w are one eigenvalue, which k may cut."""
+    high = torch.cat([torch.tensor([0.1, 0.1, 0.3]), torch.linspace(0.5, 1, 1100)]).double()
+    place = torch.arange(2206)
+    matrix = torch.sparse_coo_tensor(torch.stack([place] * 2), torch.cat([high, -high]))
+    pairs = eigs(matrix, k, which="SM", tol=1e-6)
+    assert pairs.report.method == "lanczos"
+    torch.testing.assert_close(pairs.values.abs().sort().values, high[[0, 0, 1, 1, 2]][:k])
+    product = torch.cat([high, -high])[:, None] * pairs.vectors
+    assert (product - pairs.vectors * pairs.values).norm(dim=0).max() < 1e-7
+    torch.testing.assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(k).double())
+
+
 def test_bits_do_not_depend_on_the_number_of_threads():
     matrix = grid_laplacian(30, 30)
     first = eigs(matrix, 3)

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 
 from _ranks import spawn
-from penstock.errors import RankError
+from penstock.errors import NoConvergenceError, RankError
 from penstock.spectral import CSR, SymmetricOperator, eigs
 from spectral_cases import dense, grid_laplacian, grid_spectrum, with_spectrum
 
@@ -47,6 +47,11 @@ def solve_rank(folder: Path) -> dict[str, Any]:
     found["peak"] = (streamed.report.peak_device_bytes, budget)
     whole = with_spectrum(torch.linspace(-1, 2, 225, dtype=torch.float64), dtype=torch.complex128)
     found["dense"] = tuple(eigs(whole[begin:end], 4, which="LM", group=group))
+    # The first rank has no rows: the second one, which has all, must not go on by itself.
+    rows = torch.logspace(-4, 4, 48, dtype=torch.float64).diag()[: 48 * rank]
+    with pytest.raises(NoConvergenceError, match="after 6 restarts"):
+        eigs(rows, 1, which="SA", max_restarts=6, group=group)
+    found["empty"] = eigs(rows, 2, start=rows.sum(1), group=group).values
     return found
 
 
@@ -67,6 +72,7 @@ def test_two_ranks_find_what_one_finds(tmp_path: Path):
         assert (matrix @ vectors - vectors * values).norm(dim=0).max() < 1e-11
     for part in parts:
         assert part["peak"][0] <= part["peak"][1]
+        assert part["empty"].round().tolist() == [6758.0, 10000.0]
 
 
 def die_or_notice(rank: int, directory: str) -> None:

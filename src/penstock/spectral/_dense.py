@@ -52,8 +52,8 @@ def solve_or_densify(
         NoConvergenceError: It gave up, at a matrix too large for that, or the operator failed.
         CapacityError, StoreError: The budget or the store has no room.
     """
-    num_rows = problem.operator.global_length
-    is_possible = num_rows == problem.operator.length and num_rows <= _MOST_ROWS_AFTER
+    # Ranks have no matrix, not even one that has all the rows: the others wait for its products.
+    is_possible = problem.operator.num_ranks == 1 and problem.operator.length <= _MOST_ROWS_AFTER
     if problem.max_bytes is not None:
         is_possible = is_possible and _dense_bytes(problem) <= problem.max_bytes
     if not is_possible or most_restarts >= problem.max_restarts:

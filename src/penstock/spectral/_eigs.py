@@ -135,7 +135,7 @@ def eigs(
             max_bytes=budget,
             file=file,
             max_restarts=max_restarts,
-            start=_read_start(start, found),
+            start=_read_start(start, found, reduce),
             reduce=reduce,
             generator=generator,
             ledger=around.ledger,
@@ -233,7 +233,9 @@ def check_symmetric(
         )
 
 
-def _read_start(start: Tensor | None, operator: LinearOperator) -> Tensor | None:
+def _read_start(
+    start: Tensor | None, operator: LinearOperator, reduce: Callable[[Tensor], Tensor]
+) -> Tensor | None:
     """Return the vectors to begin with as rows."""
     if start is None:
         return None
@@ -244,8 +246,8 @@ def _read_start(start: Tensor | None, operator: LinearOperator) -> Tensor | None
             f"({operator.length}, b)"
         )
     vectors = vectors.detach().T.to(device=operator.device, dtype=operator.dtype).contiguous()
-    if not bool(
-        torch.isfinite(torch.view_as_real(vectors) if vectors.is_complex() else vectors).all()
-    ) or not bool(vectors.abs().sum(1).all()):
+    # Over all ranks, of which one may have a part of zeroes, or no rows.
+    sums = reduce(vectors.abs().sum(1, dtype=torch.float64))
+    if not bool(torch.isfinite(sums).all()) or not bool(sums.all()):
         raise ValueError("start: holds NaN, infinity or a vector of zeroes")
     return vectors

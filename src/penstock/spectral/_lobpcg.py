@@ -41,7 +41,7 @@ def prefers_lobpcg(problem: StandardProblem) -> bool:
     operator, budget = problem.operator, problem.max_bytes
     if budget is None or problem.file is not None or operator.device.type != "cpu":
         return False
-    if problem.which not in ("LA", "SA") or operator.global_length != operator.length:
+    if problem.which not in ("LA", "SA") or operator.num_ranks > 1:
         return False
     vector_bytes = operator.length * operator.dtype.itemsize
     lanczos_bytes = (min(num_basis_vectors(problem.k), operator.length) + 2) * vector_bytes

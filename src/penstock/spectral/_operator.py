@@ -29,6 +29,7 @@ class LinearOperator(abc.ABC):
         block: Vectors that it is best applied to at once.
         num_products: Products with one vector so far.
         most_length: The most elements of a vector that a rank has; all ranks plan by it.
+        num_ranks: Ranks that a vector is split over.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class LinearOperator(abc.ABC):
         self.length, self.dtype, self.device = length, dtype, device
         self.sweep_bytes, self.block = sweep_bytes, block
         self.num_products = self.gather_bytes = 0
-        self.most_length = length
+        self.most_length, self.num_ranks = length, 1
 
     @property
     def global_length(self) -> int:
@@ -229,7 +230,7 @@ class SquaredOperator(LinearOperator):
             block=operator.block,
         )
         self._operator = operator
-        self.most_length = operator.most_length
+        self.most_length, self.num_ranks = operator.most_length, operator.num_ranks
         self.gather_bytes = 2 * operator.gather_bytes
         self._between: Tensor | None = None
 

@@ -81,19 +81,18 @@ class RowsOfRanks(LinearOperator):
             rows.length,
             rows.dtype,
             rows.device,
-            sweep_bytes=rows.sweep_bytes,
-            block=rows.block,
         )
         self._rows, self._group = rows, group
         counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device="cpu")
         counts[dist.get_rank(group)] = rows.length
         # What ranks decide by must be the same on all.
-        sweeps = torch.tensor([rows.sweep_bytes, rows.length], device="cpu")
+        most = torch.tensor([rows.sweep_bytes, rows.length, -rows.block], device="cpu")
         with watch(group):
             dist.all_reduce(counts, group=group)
-            dist.all_reduce(sweeps, op=dist.ReduceOp.MAX, group=group)
-        self._counts = counts.tolist()
-        self.sweep_bytes, self.most_length = sweeps.tolist()
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        self._counts, self.num_ranks = counts.tolist(), len(counts)
+        self.sweep_bytes, self.most_length = most[:2].tolist()
+        self.block = -int(most[2])
         self.exchanged_bytes = 0
 
     @property

@@ -17,6 +17,7 @@ from penstock.spectral._operator import LinearOperator
 
 _GOLDEN = 0.6180339887498949  # its multiples less whole numbers are spread evenly
 _NUM_ROUNDINGS = 8
+_DEPENDENT = 1e-12  # of the largest eigenvalue of a Gram matrix: below, it is rounding
 
 
 def solve_projected(
@@ -62,6 +63,49 @@ def _rotate(x: Tensor, y: Tensor) -> None:
     for begin in range(0, x.shape[1], width):
         part = x[:, begin : begin + width]
         part.copy_((y.T @ part.to(y.dtype)).to(x.dtype))
+
+
+def separate_signs(
+    operator: LinearOperator,
+    values: Tensor,
+    x: Tensor,
+    residuals: Tensor,
+    limit: float,
+    *,
+    block: int,
+    reduce: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return as many pairs of an operator A, of Ritz vectors X whose span is one of A^2.
+
+    There w and -w are one eigenvalue, so X may have mixtures of their vectors, or some of them
+    only. Where A^2 X = X T, the span of X and A X is one of A.
+
+    Args:
+        operator: The operator A.
+        values: Ritz values of A, (k,).
+        x: Its Ritz vectors, (k, n), orthonormal.
+        residuals: Norms of their residuals, (k,).
+        limit: Norm of residuals that need no improvement.
+        block: Vectors that the operator is applied to at once.
+        reduce: Sums a tensor over ranks, in place.
+
+    Returns:
+        Values (k,), rising, vectors (k, n) and norms of residuals (k,).
+    """
+    if float(residuals.max()) <= limit:
+        return values, x, residuals
+    # Of A X what X has not: R = A X - X diag(w), which is orthogonal to X.
+    r = _residual(operator, values.to(x.device), x, block)
+    squares, y = torch.linalg.eigh(reduce(gram(r, r)))
+    kept = squares > max(limit**2, _DEPENDENT * float(squares.max()))
+    y = y[:, kept] * squares[kept].rsqrt()
+    both = torch.cat([x, y.T.to(r.dtype) @ r])
+    found, both, norms = solve_projected(operator, both, block=block, reduce=reduce)
+    # |A v|^2 = w^2 + |A v - w v|^2 is not small where a mixture's w is.
+    order = torch.hypot(found, norms).argsort()[: len(x)].sort().values
+    if not float(norms[order].max()) < float(residuals.max()):
+        return values, x, residuals
+    return found[order], both[order.to(both.device)], norms[order]
 
 
 def refine_pairs(

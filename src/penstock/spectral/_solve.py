@@ -22,7 +22,7 @@ from penstock.spectral._filter import (
 from penstock.spectral._lanczos import RitzPairs, ThickRestartLanczos
 from penstock.spectral._operator import LinearOperator, SquaredOperator, make_random
 from penstock.spectral._problem import BasisPlan, StandardProblem, plan_basis
-from penstock.spectral._refinement import refine_pairs, solve_projected
+from penstock.spectral._refinement import refine_pairs, separate_signs, solve_projected
 from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
@@ -100,11 +100,11 @@ class StandardSolution:
         except StopIteration:
             raise self._give_up(f"after {self.problem.max_restarts} restarts") from None
         except RankError as error:
-            if lanczos.num_steps:
+            if lanczos._known:  # none right after a change of the filter
                 error.best = self._give_up("before another rank ended")
             raise
         except Exception as error:
-            if isinstance(error, CapacityError) or not lanczos.num_steps:
+            if isinstance(error, CapacityError) or not lanczos._known:
                 raise
             raise self._give_up(f"because {type(error).__name__}: {error}") from error
 
@@ -280,6 +280,19 @@ class StandardSolution:
             return bool((residuals <= self._tolerances(values, factor))[wanted].all())
 
         values, x, residuals = self._rayleigh_ritz(x)
+        if self._iterated is not self.problem.operator:
+            basis.close()  # which had the memory
+            values, x, residuals = separate_signs(
+                *(
+                    self.problem.operator,
+                    values,
+                    x,
+                    residuals,
+                    float(self._tolerances(values).min()),
+                ),
+                block=self._plan.block,
+                reduce=self.problem.reduce,
+            )
         for _ in range(_MOST_POLISHES):
             if is_within(_POLISHED):
                 break
