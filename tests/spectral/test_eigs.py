@@ -233,6 +233,24 @@ def test_values_around_zero_of_a_spectrum_that_is_symmetric_about_it(k: int):
     torch.testing.assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(k).double())
 
 
+@pytest.mark.parametrize(("dtype", "exponent"), [(torch.float32, -73), (torch.float64, -565)])
+@pytest.mark.parametrize(("which", "kind"), [("SM", "csr"), ("LA", "function"), ("LA", "dense")])
+def test_a_power_of_two_changes_no_digit(dtype, exponent: int, which: str, kind: str):
+    """Their squares are below all numbers of the dtype."""
+    diagonal = torch.logspace(0, 1, 1100 if which == "SM" else 150, dtype=dtype)
+    diagonal[::2] *= -1
+    found = []
+    for factor in (1.0, 2.0**exponent):
+        matrix = (diagonal * factor).diag()
+        source = matrix.to_sparse_csr() if kind == "csr" else matrix
+        if kind == "function":
+            source = SymmetricOperator(lambda v, a=diagonal * factor: a * v, 150, dtype=dtype)
+        pairs = eigs(source, 3, which=which, tol=1e-4)
+        found.append((pairs.values / factor, pairs.vectors, pairs.residuals / factor))
+    for first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
+
+
 def test_bits_do_not_depend_on_the_number_of_threads():
     matrix = grid_laplacian(30, 30)
     first = eigs(matrix, 3)

@@ -98,3 +98,44 @@ def test_singular_values(store, kind: str):
     torch.testing.assert_close(u.mH @ u, identity, rtol=0, atol=1e-8)
     if kind == "file":
         path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float32, 1e-25),
+        (torch.float32, 1e25),
+        (torch.float64, 1e-165),
+        (torch.float64, 1e200),
+    ],
+)
+def test_singular_values_whose_squares_are_out_of_range(dtype, scale: float):
+    unscaled = torch.randn(60, 50, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    u, s, vh = svds(unscaled * scale, 3)
+    expected = torch.linalg.svdvals(unscaled.double())[:3]
+    torch.testing.assert_close(s / scale, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(unscaled @ vh.mH, u * (s / scale).to(dtype))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_left_vectors_of_values_that_drown_are_orthonormal(rank: int):
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randn(110, rank, dtype=torch.float64, generator=generator).split([60, 50])
+    u, s, vh = svds(factors[0] @ factors[1].T, 4)
+    identity = torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(u.mH @ u, identity, rtol=0, atol=1e-12)
+    torch.testing.assert_close(vh @ vh.mH, identity, rtol=0, atol=1e-12)
+    assert s.sort(descending=True).values.tolist() == s.tolist() and s[rank] < 1e-6
+    torch.testing.assert_close((u * s) @ vh, factors[0] @ factors[1].T, rtol=0, atol=1e-6)
+
+
+def test_components_of_a_wide_table_whose_squares_are_out_of_range():
+    table = torch.randn(20, 4100, generator=torch.Generator().manual_seed(0))
+    table[:, 0] *= 300
+    variances, components = pca(table * 1e-24, 1, tol=1e-4)
+    torch.testing.assert_close(
+        variances * 1e48, table[:, 0].double().var()[None], rtol=1e-2, atol=0
+    )
+    assert int(components[0].argmax()) == 0
+    with pytest.raises(ValueError, match="overflows"):
+        pca(table.double() * 1e200, 1, tol=1e-4)

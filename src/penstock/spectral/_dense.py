@@ -16,8 +16,8 @@ from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._operator import LinearOperator
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
 from penstock.spectral._refinement import average_residual
-from penstock.spectral._report import Eigenpairs
-from penstock.spectral._solve import make_report, solve_standard
+from penstock.spectral._report import Eigenpairs, make_report
+from penstock.spectral._solve import solve_standard
 
 _MOST_ROWS = 1024  # of a matrix whose eigenvalues are all computed for those around zero
 _MOST_ROWS_AFTER = 2048  # of one for which that is done where Lanczos is slow

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from penstock.errors import NoConvergenceError, RankError
 from penstock.memory import ExtentFile, FileStore, Ledger
 from penstock.spectral._basis import gram
 from penstock.spectral._dense import is_dense_better, solve_by_lanczos, solve_dense
 from penstock.spectral._filter import check_finite
 from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
-from penstock.spectral._operator import LinearOperator, make_random
+from penstock.spectral._operator import (
+    LinearOperator,
+    ScaledOperator,
+    choose_scale,
+    make_random,
+)
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
 from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
 from penstock.spectral._report import Eigenpairs, add_reports
@@ -121,14 +128,15 @@ def eigs(
         stack.callback(found.close)
         check_count(k, found.global_length)
         reduce = reduce_over(group)
-        check_symmetric(found, generator, reduce)
+        scale = check_symmetric(found, generator, reduce)
         if isinstance(found, TiledOperator) and budget is not None:
             budget -= found.held_bytes
         file = None
         if store is not None and budget is not None:
             file = stack.enter_context(contextlib.closing(ExtentFile(store)))
         problem = StandardProblem(
-            operator=found,
+            operator=ScaledOperator(found, scale),
+            unit=1 / scale,
             k=k,
             which=which,
             tol=float(tol),
@@ -140,13 +148,32 @@ def eigs(
             generator=generator,
             ledger=around.ledger,
         )
-        if B is not None or M is not None:
-            return solve_generalized(problem, *_open_pair(B, M, found, around, stack))
-        if group is None and (found.global_length <= _SMALL or is_dense_better(problem)):
-            return solve_dense(problem)
-        if prefers_lobpcg(problem):
-            return solve_generalized(problem, None, None)
-        return solve_by_lanczos(problem)
+        with _scale_back(problem.unit):
+            if B is not None or M is not None:
+                pair = _open_pair(B, M, found, around, stack)
+                pairs = solve_generalized(problem, *pair)
+            elif group is None and (found.global_length <= _SMALL or is_dense_better(problem)):
+                pairs = solve_dense(problem)
+            elif prefers_lobpcg(problem):
+                pairs = solve_generalized(problem, None, None)
+            else:
+                pairs = solve_by_lanczos(problem)
+        values, residuals = pairs.values * problem.unit, pairs.residuals * problem.unit
+        return dataclasses.replace(pairs, values=values, residuals=residuals)
+
+
+@contextlib.contextmanager
+def _scale_back(unit: float) -> Iterator[None]:
+    """Multiply by a unit the values and residuals that an error carries."""
+    try:
+        yield
+    except (NoConvergenceError, RankError) as error:
+        best = error.best if isinstance(error, RankError) else error
+        if isinstance(best, NoConvergenceError):
+            best.values = best.values * unit
+            if best.residuals is not None:
+                best.residuals = best.residuals * unit
+        raise
 
 
 def _open_pair(
@@ -209,19 +236,26 @@ def check_count(k: int, num_rows: int) -> None:
 
 def check_symmetric(
     operator: LinearOperator, generator: torch.Generator, reduce: Callable[[Tensor], Tensor]
-) -> None:
+) -> float:
     """Raise unless <A x, y> = <x, A y> for random x and y, up to rounding.
+
+    Returns:
+        The power of two by which the operator's norm is about one, the same on all ranks.
 
     Raises:
         ValueError: The operator is not symmetric, or a product is not finite.
     """
     x = make_random((2, operator.length), operator, generator)
     product = operator.apply(x, torch.empty_like(x))
-    g = reduce(torch.stack([gram(x, product), gram(product, product), gram(x, x)]))
+    sums = [each.abs().sum(dtype=torch.float64) for each in (product, x)]
+    size, of_x = reduce(torch.stack(sums)).tolist()
     try:
-        check_finite(float(g.abs().sum()))
+        check_finite(size)
     except FloatingPointError as error:
         raise ValueError(str(error)) from None
+    factor = choose_scale(size / of_x, operator.dtype)
+    product *= factor
+    g = reduce(torch.stack([gram(x, product), gram(product, product), gram(x, x)]))
     difference = abs(complex(g[0, 0, 1] - g[0, 1, 0].conj()))
     scale = float((g[1].diagonal().real * g[2].diagonal().real).max().sqrt())
     unit = torch.finfo(operator.dtype).eps
@@ -229,8 +263,10 @@ def check_symmetric(
         word = "Hermitian" if operator.dtype.is_complex else "symmetric"
         raise ValueError(
             f"operator: it is not {word}: for random x and y, <x, A y> and <A x, y> differ by "
-            f"{difference:.3g} of {scale:.3g}; pass (A + A^H) / 2 if that is what you mean"
+            f"{difference / factor:.3g} of {scale / factor:.3g}; pass (A + A^H) / 2 if that is "
+            "what you mean"
         )
+    return factor
 
 
 def _read_start(

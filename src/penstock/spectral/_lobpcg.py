@@ -22,8 +22,7 @@ from penstock.spectral._filter import check_finite
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
 from penstock.spectral._refinement import average_residual, find_turn
-from penstock.spectral._report import Eigenpairs, SpectralReport
-from penstock.spectral._solve import make_report
+from penstock.spectral._report import Eigenpairs, SpectralReport, make_report
 from penstock.units import format_bytes
 
 _ROUNDING = 8.0  # times the rounding unit and the norms: residuals are not asked to be less

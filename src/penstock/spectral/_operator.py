@@ -6,6 +6,7 @@ Vectors are the rows of a tensor (b, n), so that each is contiguous and a basis 
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from penstock.spectral import _native
 
+_SPARE_EXPONENTS = 8  # of the dtype's largest number, for what is multiplied by a scale
 _WINDOW_ROWS, _NUM_WINDOWS, _LINE_BYTES = 4096, 16, 64
 
 
@@ -218,26 +220,33 @@ def _estimate_gather(offsets: Tensor, columns: Tensor, item: int) -> int:
     return _LINE_BYTES * lines * num_rows // max(1, rows)
 
 
-class SquaredOperator(LinearOperator):
-    """A², for the eigenvalues of the largest or the smallest magnitude."""
+class DerivedOperator(LinearOperator):
+    """An operator on the vectors of another one, which is applied some times for each product."""
 
-    def __init__(self, operator: LinearOperator) -> None:
+    def __init__(self, operator: LinearOperator, num_sweeps: int) -> None:
         super().__init__(
             operator.length,
             operator.dtype,
             operator.device,
-            sweep_bytes=2 * operator.sweep_bytes,
+            sweep_bytes=num_sweeps * operator.sweep_bytes,
             block=operator.block,
         )
         self._operator = operator
         self.most_length, self.num_ranks = operator.most_length, operator.num_ranks
-        self.gather_bytes = 2 * operator.gather_bytes
-        self._between: Tensor | None = None
+        self.gather_bytes = num_sweeps * operator.gather_bytes
 
     @property
     def global_length(self) -> int:
         """Elements of a vector over all ranks."""
         return self._operator.global_length
+
+
+class SquaredOperator(DerivedOperator):
+    """A², for the eigenvalues of the largest or the smallest magnitude."""
+
+    def __init__(self, operator: LinearOperator) -> None:
+        super().__init__(operator, 2)
+        self._between: Tensor | None = None
 
     def _combine(
         self, x: Tensor, out: Tensor, alpha: float, z: Tensor, gamma: float, beta: float
@@ -246,6 +255,32 @@ class SquaredOperator(LinearOperator):
             self._between = torch.empty_like(x)
         self._operator.apply(x, self._between)
         self._operator.apply(self._between, out, alpha=alpha, z=z, gamma=gamma, beta=beta)
+
+
+class ScaledOperator(DerivedOperator):
+    """A times a power of two, by which its entries lose no digits and its squares are in range."""
+
+    def __init__(self, operator: LinearOperator, scale: float) -> None:
+        super().__init__(operator, 1)
+        self._scale, self.num_products = scale, operator.num_products
+
+    def _combine(
+        self, x: Tensor, out: Tensor, alpha: float, z: Tensor, gamma: float, beta: float
+    ) -> None:
+        self._operator.apply(x, out, alpha=alpha * self._scale, z=z, gamma=gamma, beta=beta)
+
+    def diagonal(self) -> Tensor | None:
+        """Return the diagonal; see `LinearOperator`."""
+        found = self._operator.diagonal()
+        return None if found is None else found * self._scale
+
+
+def choose_scale(size: float, dtype: torch.dtype) -> float:
+    """Return the power of two by which numbers of this size are about one; 1 for zero."""
+    if not 0 < size < math.inf:
+        return 1.0
+    most = math.log2(torch.finfo(dtype).max) - _SPARE_EXPONENTS
+    return 2.0 ** round(max(-most, min(most, -math.log2(size))))
 
 
 def make_random(shape: tuple[int, int], like: LinearOperator, generator: torch.Generator) -> Tensor:

@@ -125,9 +125,10 @@ def pca(
                 raise CapacityError(
                     f"max_bytes={format_bytes(budget or 0)} is not enough for tiles"
                 )
-            operator = GramOperator(rows, mean.to(rows.dtype))
+            operator = GramOperator(rows, mean.to(rows.dtype), seed=seed)
             pairs = eigs(operator, k, max_bytes=left, store=store, tol=tol, seed=seed)
-            variances = pairs.values.flip(0) / (rows.shape[0] - 1)
+            variances = pairs.values.flip(0) / (rows.shape[0] - 1) / operator.scale / operator.scale
+            _check_range(variances)
             components = pairs.vectors.T.flip(0).to(mean.dtype).conj()
             report = pairs.report
     return PrincipalComponents(variances.cpu(), _orient(components), mean, report)
@@ -160,12 +161,16 @@ def _sum_covariance(rows: RowsMatrix) -> tuple[Tensor, Tensor]:
     assert found is not None, "there are rows"
     total, squares = found.sums()
     count = rows.shape[0]
-    if not bool(torch.isfinite(squares.diagonal().real).all()):
-        raise ValueError("table: holds NaN or infinity, or overflows; look with torch.isfinite")
+    _check_range(squares.diagonal().real)
     # sum (x - m)^H (x - m) = sum x^H x - n m^H m, of shifted rows x with the mean m
     mean = total / count
     squares -= count * torch.outer(mean.conj(), mean)
     return mean + found.shift, squares / (count - 1)
+
+
+def _check_range(squares: Tensor) -> None:
+    if not bool(torch.isfinite(squares).all()):
+        raise ValueError("table: holds NaN or infinity, or overflows; look with torch.isfinite")
 
 
 def _sum_mean(rows: RowsMatrix) -> Tensor:

@@ -20,7 +20,8 @@ class StandardProblem:
     """A standard problem and the means to solve it.
 
     Attributes:
-        operator: The operator.
+        operator: The operator, of a norm of about one.
+        unit: Size of its one in the caller's operator, a power of two.
         k: Pairs that are wanted.
         which: "LA", "SA" or "SM".
         tol: Relative accuracy; 0: that of the dtype.
@@ -34,6 +35,7 @@ class StandardProblem:
     """
 
     operator: LinearOperator
+    unit: float
     k: int
     which: str
     tol: float

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 
 from torch import Tensor
 
+from penstock.memory import Link, Tier
+from penstock.spectral._problem import StandardProblem
 from penstock.tables import Report
 
 
@@ -78,3 +81,41 @@ def add_reports(first: SpectralReport, second: SpectralReport) -> SpectralReport
         else:
             fields[field.name] = max(a, b) if field.name in largest else a + b
     return SpectralReport(**fields)
+
+
+def make_report(
+    problem: StandardProblem,
+    started: float,
+    *,
+    method: str,
+    degree: int,
+    num_steps: int,
+    num_restarts: int,
+    num_vectors: int,
+    num_resident: int,
+    num_sweeps: int = 0,
+    num_swept: int = 0,
+) -> SpectralReport:
+    """Return the report of a solution that was started at a time of `time.perf_counter`."""
+    ledger, operator = problem.ledger, problem.operator
+    return SpectralReport(
+        method=method,
+        degree=degree,
+        num_products=operator.num_products,
+        num_steps=num_steps,
+        num_restarts=num_restarts,
+        num_sweeps=num_sweeps,
+        num_swept_vectors=num_swept,
+        num_basis_vectors=num_vectors,
+        num_resident_vectors=num_resident,
+        basis_bytes=num_vectors * operator.length * operator.dtype.itemsize,
+        peak_device_bytes=ledger.peak(Tier.DEVICE),
+        bytes_read=sum(ledger.moved(link) for link in _READS),
+        bytes_written=sum(ledger.moved(link) for link in _WRITES),
+        stall_seconds=ledger.stall_seconds,
+        total_seconds=time.perf_counter() - started,
+    )
+
+
+_READS = (Link.FILE_TO_DEVICE, Link.FILE_TO_HOST, Link.HOST_TO_DEVICE)
+_WRITES = (Link.DEVICE_TO_FILE, Link.HOST_TO_FILE, Link.DEVICE_TO_HOST)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CapacityError, NoConvergenceError, RankError, stacklevel_of_user
-from penstock.memory import Link, Tier
+from penstock.memory import Tier
 from penstock.spectral._basis import Basis, gram
 from penstock.spectral._filter import (
     ChebyshevFilter,
@@ -23,7 +23,7 @@ from penstock.spectral._lanczos import RitzPairs, ThickRestartLanczos
 from penstock.spectral._operator import LinearOperator, SquaredOperator, make_random
 from penstock.spectral._problem import BasisPlan, StandardProblem, plan_basis
 from penstock.spectral._refinement import refine_pairs, separate_signs, solve_projected
-from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports
+from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports, make_report
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
 _MOST_POLISHES = 4
@@ -310,8 +310,9 @@ class StandardSolution:
         if bool(bad.any()):
             raise NoConvergenceError(
                 f"eigs: {int(bad.sum())} of {len(x)} residuals are up to "
-                f"{float(residuals.max()):.3g}, which the rounding of the filtered operator keeps "
-                "from falling; the error has the pairs. Raise tol, or ask for another end",
+                f"{float(residuals.max()) * self.problem.unit:.3g}, which the rounding of the "
+                "filtered operator keeps from falling; the error has the pairs. Raise tol, or ask "
+                "for another end",
                 values=values,
                 vectors=x.T,
                 residuals=residuals,
@@ -322,10 +323,11 @@ class StandardSolution:
     def _warn_of(self, values: Tensor, residuals: Tensor) -> None:
         """Warn of residuals that polishing could not make what was asked for."""
         if bool((residuals > self._tolerances(values, _POLISHED)).any()):
+            unit = self.problem.unit
             warnings.warn(
-                f"penstock.spectral: residuals are up to {float(residuals.max()):.3g}, where "
-                f"{float(self._tolerances(values).max()):.3g} was asked for: rounding keeps them "
-                "from falling. The result's `residuals` has each",
+                f"penstock.spectral: residuals are up to {float(residuals.max()) * unit:.3g}, "
+                f"where {float(self._tolerances(values).max()) * unit:.3g} was asked for: rounding "
+                "keeps them from falling. The result's `residuals` has each",
                 stacklevel=stacklevel_of_user(),
             )
 
@@ -466,41 +468,3 @@ def solve_standard(problem: StandardProblem) -> Eigenpairs:
     vectors = torch.cat([each.vectors.T for each in parts])[chosen.to(parts[0].vectors.device)]
     residuals = torch.cat([each.residuals for each in parts])[chosen]
     return Eigenpairs(values[chosen], vectors.T, residuals, add_reports(*(p.report for p in parts)))
-
-
-def make_report(
-    problem: StandardProblem,
-    started: float,
-    *,
-    method: str,
-    degree: int,
-    num_steps: int,
-    num_restarts: int,
-    num_vectors: int,
-    num_resident: int,
-    num_sweeps: int = 0,
-    num_swept: int = 0,
-) -> SpectralReport:
-    """Return the report of a solution that was started at a time of `time.perf_counter`."""
-    ledger, operator = problem.ledger, problem.operator
-    return SpectralReport(
-        method=method,
-        degree=degree,
-        num_products=operator.num_products,
-        num_steps=num_steps,
-        num_restarts=num_restarts,
-        num_sweeps=num_sweeps,
-        num_swept_vectors=num_swept,
-        num_basis_vectors=num_vectors,
-        num_resident_vectors=num_resident,
-        basis_bytes=num_vectors * operator.length * operator.dtype.itemsize,
-        peak_device_bytes=ledger.peak(Tier.DEVICE),
-        bytes_read=sum(ledger.moved(link) for link in _READS),
-        bytes_written=sum(ledger.moved(link) for link in _WRITES),
-        stall_seconds=ledger.stall_seconds,
-        total_seconds=time.perf_counter() - started,
-    )
-
-
-_READS = (Link.FILE_TO_DEVICE, Link.FILE_TO_HOST, Link.HOST_TO_DEVICE)
-_WRITES = (Link.DEVICE_TO_FILE, Link.HOST_TO_FILE, Link.DEVICE_TO_HOST)

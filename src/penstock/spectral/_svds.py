@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from penstock.memory import FileStore, Ledger
 from penstock.spectral import _native
-from penstock.spectral._basis import gram
+from penstock.spectral._basis import wide_dtype
 from penstock.spectral._eigs import eigs
 from penstock.spectral._matrix import Matrix, open_matrix
-from penstock.spectral._operator import LinearOperator
+from penstock.spectral._operator import LinearOperator, choose_scale, make_random
 from penstock.spectral._report import SpectralReport
 from penstock.units import parse_bytes
 
@@ -52,8 +53,8 @@ def svds(
 ) -> SingularTriplets:
     """Return the largest singular values of a matrix, and their vectors.
 
-    Values below about 1e-8 of the largest (1e-4 of it in float32) drown in the rounding of A^H A;
-    the smallest ones are not supported.
+    Values below about 1e-8 of the largest (1e-4 of it in float32) drown in the rounding of A^H A,
+    so that their vectors are orthonormal, but any; the smallest ones are not supported.
 
     Example:
         >>> import torch
@@ -87,28 +88,40 @@ def svds(
                 f"k={k}: a matrix of shape {(rows, columns)} has {min(rows, columns)} singular "
                 f"values; expected 1 to {min(rows, columns) - 1}"
             )
-        operator = GramOperator(found)
+        operator = GramOperator(found, seed=seed)
         left = None if budget is None else budget - found.held_bytes
         pairs = eigs(operator, k, max_bytes=left, store=store, tol=tol, seed=seed)
         v = pairs.vectors.T.contiguous().flip(0)
         u = torch.empty(k, rows, dtype=v.dtype, device=v.device)
-        for begin, part in found.products(v):
+        for begin, part in found.products(v * operator.scale):
             u[:, begin : begin + part.shape[1]] = part
-    s = gram(u, u).diagonal().real.sqrt()
-    u /= s.clamp(min=1e-300)[:, None].to(u.dtype)
-    return SingularTriplets(u.T, s.cpu(), v.conj(), pairs.report)
+    # A V = Q R = (Q P) S W^H has orthonormal vectors of values that drown, and of zeroes.
+    wide = wide_dtype(u.dtype)
+    q, r = torch.linalg.qr(u.T.to(wide))
+    p, s, wh = torch.linalg.svd(r)
+    vh = (wh @ v.conj().to(wide)).to(v.dtype)
+    return SingularTriplets((q @ p).to(u.dtype), s.cpu() / operator.scale, vh, pairs.report)
 
 
 class GramOperator(LinearOperator):
-    """A^H A, or that of A minus a row, one sweep over the rows of A per product."""
+    """A^H A of A times a power of two, one sweep over the rows of A per product.
 
-    def __init__(self, matrix: Matrix, mean: Tensor | None = None) -> None:
+    Attributes:
+        scale: The power of two, by which the square is in the range of the dtype.
+    """
+
+    def __init__(self, matrix: Matrix, mean: Tensor | None = None, *, seed: int) -> None:
+        """Make the operator of a matrix; with `mean` of that with it subtracted from rows."""
         super().__init__(matrix.shape[1], matrix.dtype, matrix.device, block=4)
         self._matrix, self._mean = matrix, mean
+        x = make_random((1, self.length), self, torch.Generator().manual_seed(seed))
+        parts = [part.abs().sum(dtype=torch.float64) for _, part in matrix.products(x)]
+        size = float(torch.stack(parts).sum()) / matrix.shape[0]
+        self.scale = choose_scale(size / math.sqrt(self.length), self.dtype)
 
     def _combine(
         self, x: Tensor, out: Tensor, alpha: float, z: Tensor, gamma: float, beta: float
     ) -> None:
         total = torch.zeros_like(x)
-        self._matrix.add_gram(x, total, self._mean)
-        _native.add_scaled(out, total, z, alpha, gamma, beta)
+        self._matrix.add_gram(x * self.scale, total, self._mean)
+        _native.add_scaled(out, total, z, alpha * self.scale, gamma, beta)
