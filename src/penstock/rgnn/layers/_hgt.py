@@ -99,9 +99,10 @@ class HGTConv(nn.Module):
         self.skip = nn.ParameterDict(
             {_key(name): nn.Parameter(torch.ones(1)) for name in self.node_types}
         )
-        self.p_rel = nn.ParameterDict(
-            {_key("__".join(t)): nn.Parameter(torch.ones(1, heads)) for t in self.edge_types}
-        )
+        # PyG's order, by which optimizers know parameters: of a dict they are sorted, as above.
+        self.p_rel = nn.ParameterDict()
+        for edge_type in self.edge_types:
+            self.p_rel[_key("__".join(edge_type))] = nn.Parameter(torch.ones(1, heads))
 
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
@@ -171,7 +172,8 @@ class HGTConv(nn.Module):
     def _attend_features(
         self, graph: Graph, x_dict: Mapping[str, torch.Tensor], scale: torch.Tensor
     ) -> torch.Tensor:
-        names, linears = self.node_types, list(self.kqv_lin.lins.values())
+        names = self.node_types
+        linears = [self.kqv_lin.lins[_key(name)] for name in names]
         weight, bias = (
             torch.stack([getattr(linear, name).unflatten(0, (3, -1)) for linear in linears])
             for name in ("weight", "bias")

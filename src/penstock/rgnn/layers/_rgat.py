@@ -161,11 +161,11 @@ class RGATConv(nn.Module):
         self.q = nn.Parameter(torch.empty(width, heads))
         self.k = nn.Parameter(torch.empty(width, heads))
         self.lin_edge = self.e = self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(width if concat else out_channels))
         if edge_dim is not None:
             self.lin_edge = nn.Linear(edge_dim, width, bias=False)
             self.e = nn.Parameter(torch.empty(width, heads))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(width if concat else out_channels))
         if num_bases is None:
             self.weight = nn.Parameter(torch.empty(shape))
         else:
