@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import NoConvergenceError
 from penstock.spectral import CSR, SymmetricOperator, eigs, pca, svds
+from penstock.spectral._lanczos import ThickRestartLanczos
 from spectral_cases import dense, grid_laplacian, with_spectrum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,6 +47,18 @@ def test_one_that_raises_at_once_raises_its_own_error():
 
     with pytest.raises(KeyError, match="at once"):
         eigs(failing(0, fail), 3)
+
+
+def test_an_error_right_after_a_change_of_the_filter_is_raised_itself(monkeypatch):
+    """The basis is empty there, so there is no iterate."""
+
+    def fail(self, pairs, kept, **options):
+        self._change_filter(pairs, self.filter)
+        raise OSError("the file is gone")
+
+    monkeypatch.setattr(ThickRestartLanczos, "_restart", fail)
+    with pytest.raises(OSError, match="the file is gone"):
+        eigs(grid_laplacian(20, 20), 3)
 
 
 def test_nan_in_the_middle_keeps_the_best_iterate():

@@ -275,4 +275,4 @@ class Basis:
         self._lower.close()
         self._ledger.add(Tier.DEVICE, -self._device_bytes)
         self._device_bytes = 0
-        self._resident = self._resident[:0]
+        self._resident = self._resident.new_empty(0, self.length)  # a view would keep the memory
