@@ -67,9 +67,7 @@ def _rotate(x: Tensor, y: Tensor) -> None:
 
 def separate_signs(
     operator: LinearOperator,
-    values: Tensor,
-    x: Tensor,
-    residuals: Tensor,
+    pairs: tuple[Tensor, Tensor, Tensor],
     limit: float,
     *,
     block: int,
@@ -82,9 +80,8 @@ def separate_signs(
 
     Args:
         operator: The operator A.
-        values: Ritz values of A, (k,).
-        x: Its Ritz vectors, (k, n), orthonormal.
-        residuals: Norms of their residuals, (k,).
+        pairs: Ritz values of A, (k,), its Ritz vectors, (k, n), orthonormal, and the norms of
+            their residuals, (k,).
         limit: Norm of residuals that need no improvement.
         block: Vectors that the operator is applied to at once.
         reduce: Sums a tensor over ranks, in place.
@@ -92,8 +89,9 @@ def separate_signs(
     Returns:
         Values (k,), rising, vectors (k, n) and norms of residuals (k,).
     """
+    values, x, residuals = pairs
     if float(residuals.max()) <= limit:
-        return values, x, residuals
+        return pairs
     # Of A X what X has not: R = A X - X diag(w), which is orthogonal to X.
     r = _residual(operator, values.to(x.device), x, block)
     squares, y = torch.linalg.eigh(reduce(gram(r, r)))
@@ -104,7 +102,7 @@ def separate_signs(
     # |A v|^2 = w^2 + |A v - w v|^2 is not small where a mixture's w is.
     order = torch.hypot(found, norms).argsort()[: len(x)].sort().values
     if not float(norms[order].max()) < float(residuals.max()):
-        return values, x, residuals
+        return pairs
     return found[order], both[order.to(both.device)], norms[order]
 
 

@@ -283,13 +283,9 @@ class StandardSolution:
         if self._iterated is not self.problem.operator:
             basis.close()  # which had the memory
             values, x, residuals = separate_signs(
-                *(
-                    self.problem.operator,
-                    values,
-                    x,
-                    residuals,
-                    float(self._tolerances(values).min()),
-                ),
+                self.problem.operator,
+                (values, x, residuals),
+                float(self._tolerances(values).min()),
                 block=self._plan.block,
                 reduce=self.problem.reduce,
             )
