@@ -86,6 +86,12 @@ def make_layers(flow: str) -> list[Callable[[Tensor, Tensor], Tensor]]:
     return [lambda x, e: layer(first, x, e).relu(), lambda x, e: layer(last, x, e)]
 
 
+def divide_by_degrees(x: Tensor, edge_index: Tensor) -> Tensor:
+    """Divide by the degrees of neighbours, as GCN does."""
+    scaled = x / torch.bincount(edge_index[1], minlength=len(x)).clamp(min=1)[:, None].add(1)
+    return x.index_add(0, edge_index[1], scaled[edge_index[0]])
+
+
 def run_algorithms(graph: CSRGraph | RankGraph, rank: int, whole: CSRGraph) -> dict[str, Any]:
     """Everything that there is, for one graph."""
     closure = khop(graph, seeds_of(whole, rank), 2)
@@ -136,12 +142,16 @@ def run_errors(folder: Path) -> dict[str, str]:
     rank = distributed.get_rank()
     graphs = make_graphs()
     part = RankGraph(graphs["dense"])
+    pairs = torch.stack([torch.arange(8), 8 + torch.arange(8)])  # no neighbour on the same rank
+    sides = CSRGraph.from_edges(torch.cat([pairs, pairs.flip(0)], dim=1), 16)
+    halves = RankGraph(sides, split="contiguous")
     calls: dict[str, Callable[[], object]] = {
         "graphs": lambda: RankGraph(graphs["dense" if rank else "grid"]),
         "splits": lambda: RankGraph(graphs["grid"], split="random" if rank else "contiguous"),
         "hops": lambda: khop(part, torch.tensor([0]), 1 + rank),
         "room": lambda: khop(part, torch.tensor([0]), 2, max_bytes=2000 if rank else None),
         "ids": lambda: khop(part, torch.tensor([0]), 1, edge_ids=True),
+        "layers": lambda: infer_layers(halves, torch.rand(16, 2), [divide_by_degrees]),
     }
     messages = {}
     for name, call in calls.items():

@@ -89,6 +89,54 @@ def test_layers_that_see_beyond_the_list_are_refused():
         infer_layers(graph, make_features(), dropout)
 
 
+def make_graphs_with_odd_lists() -> dict[str, tuple[torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(3)
+    leaves, users = torch.arange(1, 300), torch.arange(400).repeat_interleave(3)
+    items = 400 + torch.randint(0, 4, (1200,), generator=generator)
+    pairs = {
+        "star": torch.stack([leaves, torch.zeros_like(leaves)]),
+        "popular items": torch.stack([users, items]),
+        "long lists": torch.ones(262, 262).triu(1).nonzero().T,
+        "few lists": 9000 + torch.randint(0, 5, (2, 20), generator=generator),
+        "first nodes by themselves": torch.cat(
+            [torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), 4 + make_edges()], dim=1
+        ),
+    }
+    return {
+        name: (torch.cat([each, each.flip(0)], dim=1), int(each.max()) + 1)
+        for name, each in pairs.items()
+    }
+
+
+@pytest.mark.parametrize("name", make_graphs_with_odd_lists())
+def test_layers_are_told_apart_whatever_the_lists(name: str):
+    edges, num_nodes = make_graphs_with_odd_lists()[name]
+    graph = CSRGraph.from_edges(edges, num_nodes)
+    features = torch.rand(num_nodes, 4, generator=torch.Generator().manual_seed(4))
+    layers = [
+        nn.GCNConv(4, 3).eval(),
+        lambda x, _: torch.nn.functional.dropout(x),
+        lambda x, _: torch.nn.functional.batch_norm(x, None, None, training=True),
+    ]
+    for layer in layers:
+        for dtype in (torch.float32, torch.bfloat16):
+            layer = layer.to(dtype) if isinstance(layer, torch.nn.Module) else layer
+            with pytest.raises(ValueError, match=r"layers\[0\]: its output for a node changes"):
+                infer_layers(graph, features.to(dtype), [layer])
+    for layer in (nn.SAGEConv(4, 3, aggr="max").eval(), nn.GATConv(4, 3).eval()):
+        with torch.no_grad():
+            expected = layer(features, edges)
+        found = infer_layers(graph, features, [layer], max_bytes="1MiB")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_not_finite_stay_as_they_are():
+    features = make_features()
+    features[::3] = torch.inf
+    found = infer_layers(CSRGraph.from_edges(make_edges(), NUM_NODES), features, [lambda x, _: -x])
+    assert torch.equal(found, -features)
+
+
 @pytest.mark.parametrize(
     "layer",
     [

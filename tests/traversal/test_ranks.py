@@ -141,6 +141,7 @@ def test_ranks_that_disagree_raise_the_same(tmp_path: Path):
         assert "CapacityError: max_bytes: the lists of a closure take" in messages["room"]
         assert ("rank 1 (max_bytes=2000)" in messages["room"]) == (rank == 1)
         assert "no ids of edges" in messages["ids"]
+        assert "ValueError: layers[0]: its output for a node changes" in messages["layers"]
 
 
 def test_others_see_that_a_rank_has_died(tmp_path: Path):

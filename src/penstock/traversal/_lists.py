@@ -85,6 +85,16 @@ def list_places(starts: Tensor, degrees: Tensor) -> Tensor:
     return shift + torch.arange(len(shift), device="cpu")
 
 
+def find_lists(indptr: Tensor, places: Tensor) -> Tensor:
+    """Return the numbers of the lists that have some places, by bisection of their offsets."""
+    low, high = torch.zeros_like(places), torch.full_like(places, len(indptr) - 1)
+    for _ in range(len(indptr).bit_length()):  # indptr[low] <= place < indptr[high]
+        middle = (low + high) // 2
+        is_before = read_entries(indptr, middle) <= places
+        low, high = torch.where(is_before, middle, low), torch.where(is_before, high, middle)
+    return low
+
+
 def check_edges(edge_index: Any, num_nodes: int) -> None:
     """Raise unless the edges are pairs of nodes below a number."""
     if not isinstance(edge_index, Tensor) or edge_index.dtype not in INTEGERS:

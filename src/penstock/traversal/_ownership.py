@@ -192,3 +192,22 @@ def _read_blocks(graph: CSRGraph, num_ranks: int) -> Iterator[tuple[Tensor, Tens
         starts, degrees = graph.read_lists(nodes)
         places = torch.arange(int(starts[0]), int(starts[-1] + degrees[-1]), device="cpu")
         yield nodes, degrees, read_entries(graph.indices, places)
+
+
+def compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> None:
+    """Raise on all ranks if they were given different graphs or splits."""
+    kind = owners.split if isinstance(owners.split, str) else "table"
+    own = [
+        graph.num_nodes,
+        graph.num_edges,
+        int(graph.flow == "source_to_target"),
+        ("random", "contiguous", "table").index(kind),
+        owners.seed,
+        owners.checksum(),
+    ]
+    found = exchange.largest(*own, *(-each for each in own))
+    if found[: len(own)] != own or [-each for each in found[len(own) :]] != own:
+        raise ValueError(
+            f"graph: ranks were given different graphs, splits or seeds; rank {exchange.rank} has "
+            f"{graph}, split {kind!r} and seed {owners.seed}"
+        )

@@ -19,9 +19,9 @@ from penstock.memory.pages import trim_heap
 from penstock.tables import Report
 from penstock.traversal._exchange import Exchange, find_group
 from penstock.traversal._graph import CSRGraph, Flow
-from penstock.traversal._lists import in_memory, list_places, narrow, read_entries
+from penstock.traversal._lists import find_lists, in_memory, list_places, narrow, read_entries
 from penstock.traversal._own_lists import read_own_lists
-from penstock.traversal._ownership import MOST_RANKS, Ownership, Split, find_ownership
+from penstock.traversal._ownership import MOST_RANKS, Split, compare_ranks, find_ownership
 from penstock.traversal._send_lists import SendLists
 
 _BLOCK_ENTRIES = 2**15
@@ -129,7 +129,7 @@ class RankGraph:
             self._own, self.num_own = empty, graph.num_nodes
             self._indptr, self._indices = graph.indptr, graph.indices
         else:
-            _compare_ranks(graph, exchange, self._owners)
+            compare_ranks(graph, exchange, self._owners)
             self._own = self._owners.nodes_of(exchange.rank)
             self.num_own = len(self._own)
             trim_heap()
@@ -302,9 +302,14 @@ class RankGraph:
         first, last = read_entries(self._indptr, torch.tensor([begin, end], device="cpu")).tolist()
         return last - first
 
-    def read_list(self, position: int) -> Tensor:
-        """Return the entries of one own node's list, by number, as int64."""
-        return self.read_own(position, position + 1)[1].long()
+    def read_list(self, position: int, most: int) -> Tensor:
+        """Return the first entries of one own node's list, by number, as int64."""
+        begin, end = _read_range(self._indptr, position, position + 2).tolist()
+        return self._check(_read_range(self._indices, begin, min(end, begin + most))).long()
+
+    def owners_of(self, places: Tensor) -> Tensor:
+        """Return the own nodes that have some entries, by the places of these in all lists."""
+        return find_lists(self._indptr, places)
 
     @property
     def block_entries(self) -> int:
@@ -472,22 +477,3 @@ def _read_range(values: Tensor, begin: int, end: int) -> Tensor:
         if found is None
         else found[begin:end]
     )
-
-
-def _compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> None:
-    """Raise on all ranks if they were given different graphs or splits."""
-    kind = owners.split if isinstance(owners.split, str) else "table"
-    own = [
-        graph.num_nodes,
-        graph.num_edges,
-        int(graph.flow == "source_to_target"),
-        ("random", "contiguous", "table").index(kind),
-        owners.seed,
-        owners.checksum(),
-    ]
-    found = exchange.largest(*own, *(-each for each in own))
-    if found[: len(own)] != own or [-each for each in found[len(own) :]] != own:
-        raise ValueError(
-            f"graph: ranks were given different graphs, splits or seeds; rank {exchange.rank} has "
-            f"{graph}, split {kind!r} and seed {owners.seed}"
-        )
