@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import sys
 import types
 
@@ -132,6 +133,56 @@ def test_a_write_of_all_rows_of_a_file_at_once_says_what_to_do(tmp_path):
     table.requires_grad_()
     with pytest.raises(RuntimeError, match="no_grad"):
         table[[1]] = 1.0
+
+
+WRITES = {
+    "zero": lambda u: u[2].zero_(),
+    "fill": lambda u: u[1:4].fill_(7.0),
+    "copy": lambda u: u[-1].copy_(torch.zeros(4, 2)),
+    "element": lambda u: u[2].__setitem__(0, 9.0),
+    "view": lambda u: u[1:4][0].view(-1).mul_(2),
+    "data": lambda u: u[2].data.add_(1),
+    "one of several": lambda u: u[1:4].unbind()[1].add_(1),
+    "list": lambda u: torch._foreach_add_([u[2]], 1.0),
+    "out": lambda u: torch.add(u[2], 1, out=u[3]),
+    "initialisation": lambda u: torch.nn.init.uniform_(u[2:4], 5, 6),
+    "padding": lambda u: torch.nn.Embedding(
+        12, 4, padding_idx=1, _weight=u
+    )._fill_padding_idx_with_zero(),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_to_views_of_rows_are_made_or_refused(write, mode, tmp_path):
+    content = torch.arange(48.0).view(12, 4)
+    content = content.view(12, 4, 1).expand(12, 4, 2).contiguous()
+    if write is WRITES["padding"]:
+        content = content[..., 0].contiguous()
+    np.save(tmp_path / "table.npy", content.numpy())
+    table = unify(content)
+    with mode():
+        write(table)
+        assert not torch.equal(table[torch.arange(12)], content)
+        with pytest.raises(RuntimeError, match=r"in place, but they are a copy.*write u\[key\]"):
+            write(unify(tmp_path / "table.npy"))
+
+
+def test_rows_that_torch_has_as_views_are_read_as_others_are(make):
+    table, content = make(requires_grad=True)
+    with torch.no_grad():
+        table[2] += 1
+        table[3:5] *= 2
+        content[2] += 1
+        content[3:5] *= 2
+    assert torch.equal(table.detach()[torch.arange(12)], content)
+    row = table.detach()[2]
+    assert type(row * 2) is type(row.clone()) is type(torch.stack([row, row])) is torch.Tensor
+    assert repr(row) == repr(content[2])
+    assert type(pickle.loads(pickle.dumps(row))) is type(copy.deepcopy(row)) is torch.Tensor
+    row.requires_grad_()
+    row.square().sum().backward()
+    assert torch.equal(row.grad, 2 * content[2])
 
 
 def test_a_shallow_copy_is_the_same_table(make):

@@ -11,6 +11,7 @@ import torch
 from penstock.unified._tensor import FileTensor, UnifiedTensor
 from penstock.unified.file.table import FileTable
 from penstock.unified.file.writer import change_lock
+from penstock.unified.overrides._row_copy import RowCopy
 from penstock.unified.overrides._rows import is_plain_write, is_readable_by_torch, write_rows
 from penstock.unified.overrides.gather import INTEGERS, gather
 from penstock.unified.overrides.registry import Operation, implements, run, whole_table_error
@@ -39,8 +40,15 @@ def _getitem(func: Operation, table: Any, key: Any) -> Any:
         if not isinstance(table, FileTensor):
             return run(func, table, key)
         raise whole_table_error(table, "a slice of all rows", "gather those that are needed")
-    found = gather(table, _row_numbers(len(table), rows), negative=True)
-    return found[_key_within(rows, rest)] if rest or isinstance(rows, int) else found
+    if isinstance(rows, torch.Tensor):
+        found = gather(table, rows, negative=True)
+        return found[_key_within(rows, rest)] if rest else found
+    recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    # Tensors of the inference mode have no versions, by which a `RowCopy` sees that it is changed.
+    with torch.inference_mode(mode=False), torch.set_grad_enabled(recorded):
+        found = gather(table, _row_numbers(len(table), rows), negative=True)
+        found = found[_key_within(rows, rest)] if rest or isinstance(rows, int) else found
+        return found if found.requires_grad else found.as_subclass(RowCopy)
 
 
 @implements(torch.Tensor.__setitem__)
