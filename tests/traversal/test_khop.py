@@ -294,6 +294,16 @@ def test_wrong_reverses_are_refused(tmp_path):
     other = CSRGraph.from_edges(random_edges(30, 61), 30).reverse()
     with pytest.raises(ValueError, match="reverse: expected the edges of the graph"):
         khop(graph, seeds, 1, reverse=other)
+    shifted = CSRGraph.from_edges(random_edges(30, 60).roll(1, 1), 30).reverse()
+    assert count_khop(graph, seeds, 1, reverse=shifted).num_edges  # the same in another order
+    saved = graph.save(tmp_path / "graph")
+    for each in (graph, saved):
+        wrong = CSRGraph.from_edges(random_edges(30, 60, seed=1), 30).reverse()
+        with pytest.raises(ValueError, match="reverse: expected the edges of the graph"):
+            khop(each, seeds, 1, reverse=wrong)
+        turned = CSRGraph(graph.indptr, graph.indices, flow="target_to_source")
+        with pytest.raises(ValueError, match="reverse: expected the edges of the graph"):
+            khop(each, seeds, 1, reverse=turned)
     with pytest.raises(ValueError, match="reverse: expected lists in memory"):
         khop(graph, seeds, 1, reverse=graph.reverse().save(tmp_path))
     with pytest.raises(TypeError, match="reverse: expected a CSRGraph, got bool"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import os
+import weakref
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -203,12 +204,14 @@ class CSRGraph:
             degrees
         )
         ids = order if self.edge_ids is None else _load(self.edge_ids)[order]
-        return CSRGraph(
+        found = CSRGraph(
             narrow(_count_degrees(indices, self.num_nodes), self.num_edges),
             owners[order],
             flow="target_to_source" if _is_forward(self.flow) else "source_to_target",
             edge_ids=narrow(ids, self.num_edges) if self.edge_ids is None else ids,
         )
+        remember_reverse(self, found)
+        return found
 
     def save(self, directory: str | os.PathLike[str]) -> CSRGraph:
         """Write the lists to new files "indptr.npy", "indices.npy" and perhaps "edge_ids.npy".
@@ -269,6 +272,22 @@ class CSRGraph:
         return (
             f"CSRGraph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, flow={self.flow!r})"
         )
+
+
+_reverses: weakref.WeakKeyDictionary[CSRGraph, weakref.WeakSet[CSRGraph]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Graphs with the same edges as lists of the other direction, by graph."""
+
+
+def remember_reverse(graph: CSRGraph, reverse: CSRGraph) -> None:
+    """Note that two graphs have the same edges, as lists of both directions."""
+    _reverses.setdefault(graph, weakref.WeakSet()).add(reverse)
+
+
+def is_known_reverse(graph: CSRGraph, reverse: CSRGraph) -> bool:
+    """Return whether it was noted that two graphs have the same edges."""
+    return reverse in _reverses.get(graph, ())
 
 
 def _check_flow(flow: Any) -> Flow:

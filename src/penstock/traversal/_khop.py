@@ -12,12 +12,13 @@ from torch import Tensor
 
 from penstock.errors import CapacityError
 from penstock.tables import Report
-from penstock.traversal._blocks import BLOCK_BYTES, BLOCK_ENTRIES, whole_lists
+from penstock.traversal._blocks import BLOCK_BYTES, BLOCK_ENTRIES
 from penstock.traversal._budget import BudgetExceeded, SearchBudget
 from penstock.traversal._collected import collect_lists
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._lists import check_seeds, read_entries
 from penstock.traversal._rank_graph import RankGraph
+from penstock.traversal._reverse import check_reverse
 from penstock.traversal._search import NodeSearch, count_edges, write_edges
 from penstock.units import format_bytes, parse_bytes
 
@@ -106,8 +107,9 @@ def khop(
         edge_ids: Whether the ids of edges are returned: those of the graph, or their places in
             `graph.indices`.
         reverse: The same edges as lists of the other direction, in memory, as `graph.reverse()`
-            makes them. A large frontier is then found from the nodes that it can reach, which looks
-            at fewer edges; the result is the same.
+            makes them; others are compared with the graph once, which reads all of both. A large
+            frontier is then found from the nodes that it can reach, which looks at fewer edges; the
+            result is the same.
 
     Raises:
         CapacityError: The closure needs more than `max_bytes`; the message says how much.
@@ -274,7 +276,7 @@ class KhopRequest:
             raise TypeError(f"graph: expected a CSRGraph, got {type(graph).__name__}")
         nodes = check_seeds(seeds, graph.num_nodes).contiguous()
         num_hops = parse_hops(hops)
-        _check_reverse(graph, reverse)
+        check_reverse(graph, reverse)
         copy_bytes = 0 if nodes.data_ptr() == seeds.data_ptr() else NODE_BYTES
         return cls(graph, nodes, copy_bytes, num_hops, bool(edge_ids), reverse)
 
@@ -374,21 +376,6 @@ def parse_hops(hops: Any) -> int:
     if count < 0:
         raise ValueError(f"hops={hops!r}: expected a whole number, 0 or more")
     return count
-
-
-def _check_reverse(graph: CSRGraph, reverse: Any) -> None:
-    if reverse is None:
-        return
-    if not isinstance(reverse, CSRGraph):
-        raise TypeError(f"reverse: expected a CSRGraph, got {type(reverse).__name__}")
-    sizes = [(each.num_nodes, each.num_edges) for each in (graph, reverse)]
-    if sizes[0] != sizes[1] or graph.flow == reverse.flow:
-        raise ValueError(
-            f"reverse: expected the edges of the graph with the other flow, as graph.reverse() "
-            f"gives them; got {reverse} for {graph}"
-        )
-    if whole_lists(reverse, None) is None:
-        raise ValueError("reverse: expected lists in memory, got a table in a file")
 
 
 def parse_limit(max_bytes: int | str | None) -> int | None:
