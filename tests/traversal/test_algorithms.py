@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import NoConvergenceError
-from penstock.traversal import CSRGraph, bfs, connected_components, pagerank
+from penstock.traversal import CSRGraph, bfs, connected_components, infer_layers, pagerank
 
 FLOWS = ["source_to_target", "target_to_source"]
 node_counts = st.integers(1, 25)
@@ -93,6 +93,35 @@ def test_a_damaged_file_is_named(tmp_path: Path):
     for call in (lambda: bfs(graph, torch.tensor([0])), lambda: connected_components(graph)):
         with pytest.raises(ValueError, match="indices: names node 5, but the graph has 2 nodes"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "place"), [((0, 3, 1, 4), 1), ((0, 9, 4, 4), 0), ((0, -2, 4, 4), 0)]
+)
+def test_damaged_offsets_are_named(offsets: tuple[int, ...], place: int, tmp_path: Path):
+    np.save(tmp_path / "indptr.npy", np.array(offsets))
+    np.save(tmp_path / "indices.npy", np.array([0, 1, 2, 0]))
+    graph = CSRGraph(tmp_path / "indptr.npy", tmp_path / "indices.npy")
+    calls = (
+        lambda: bfs(graph, torch.tensor([0, 1])),
+        lambda: connected_components(graph),
+        lambda: pagerank(graph),
+        lambda: infer_layers(graph, torch.eye(3), [lambda x, _: x]),
+        lambda: graph.reverse(),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"indptr: (goes|falls) from .* at node"):
+            call()
+    with pytest.raises(ValueError, match=f"at node {place}"):
+        pagerank(graph)
+
+
+def test_a_node_that_is_none_is_named_by_reverse(tmp_path: Path):
+    for node in (7, -1):
+        np.save(tmp_path / f"{node}.npy", np.array([0, 1, node, 0]))
+        graph = CSRGraph([0, 2, 4, 4], tmp_path / f"{node}.npy")
+        with pytest.raises(ValueError, match=f"indices: names node {node}, but the graph has 3"):
+            graph.reverse()
 
 
 def test_pagerank_gives_what_it_has_reached():

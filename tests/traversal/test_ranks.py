@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 from _graph_ranks import make_graphs, run_algorithms, run_ranks, seeds_of
 from penstock.traversal import CSRGraph, RankGraph, khop
 from penstock.traversal._send_lists import SendLists
+from penstock.unified import UnifiedTensor, unify
 
 if not (distributed.is_available() and distributed.is_gloo_available()):
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
@@ -182,6 +183,15 @@ def test_wrong_graphs_and_values_are_named():
     part = RankGraph(make_graphs()["grid"])
     with pytest.raises(ValueError, match="values: expected one for each of the rank's 400 nodes"):
         part.gather(torch.zeros(3))
+    with pytest.raises(TypeError, match="values: expected a tensor or a table, got list"):
+        part.gather([1] * 400)  # type: ignore[arg-type]
+
+
+def test_rows_of_tables_are_gathered(tmp_path: Path):
+    rows, part = torch.randn(400, 2), RankGraph(make_graphs()["grid"])
+    for table in (unify(rows), unify(rows).save_rows(tmp_path / "rows")):
+        found = part.gather(table)
+        assert torch.equal(found, rows) and not isinstance(found, UnifiedTensor)
 
 
 def _cases(ranks: list[Any]) -> list[tuple[tuple[str, str], list[Any]]]:

@@ -71,10 +71,10 @@ def read_blocks(graph: CSRGraph, nodes: Tensor) -> Iterator[NeighborLists]:
             lengths = inside.diff(prepend=inside.new_zeros(1))
             places += shift[low : high + 1].repeat_interleave(lengths)
             offsets = torch.cat([inside.new_zeros(1), inside])
-            yield NeighborLists(None, offsets, _read(graph, places), places, first + low)
+            yield NeighborLists(None, offsets, read_nodes(graph, places), places, first + low)
 
 
-def _read(graph: CSRGraph, places: Tensor) -> Tensor:
+def read_nodes(graph: CSRGraph, places: Tensor) -> Tensor:
     """Return the neighbours at some places; raise for one that is no node."""
     found = graph.read_neighbors(places)
     wrong = ((found < 0) | (found >= graph.num_nodes)).nonzero()

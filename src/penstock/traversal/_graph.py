@@ -16,7 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.traversal._lists import as_list, check_edges, in_memory, narrow, read_entries
+from penstock.traversal._lists import (
+    as_list,
+    check_bounds,
+    check_edges,
+    in_memory,
+    narrow,
+    read_entries,
+)
 from penstock.traversal._matrix_market import read_pattern
 from penstock.unified import UnifiedTensor, unify
 
@@ -196,8 +203,13 @@ class CSRGraph:
         Example:
             >>> CSRGraph([0, 2, 2, 3], [1, 2, 0]).reverse().indices.tolist()
             [2, 0, 0]
+
+        Raises:
+            ValueError: The graph, in a file, is damaged.
         """
         indptr, indices = (_load(each) for each in (self.indptr, self.indices))
+        _check_offsets(indptr, self.num_edges)
+        _check_nodes(indices, self.num_nodes)
         order = torch.argsort(indices, stable=True)
         degrees = indptr.diff()
         owners = torch.arange(self.num_nodes, dtype=indices.dtype, device="cpu").repeat_interleave(
@@ -249,15 +261,8 @@ class CSRGraph:
             ValueError: The offsets of a file fall, or lie outside of `indices`.
         """
         both = read_entries(self.indptr, torch.stack([nodes, nodes + 1]))
-        starts, degrees = both[0], both[1] - both[0]
-        wrong = (degrees < 0) | (starts < 0) | (both[1] > self.num_edges)
-        if wrong.any():
-            at = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"indptr: goes from {int(starts[at])} to {int(both[1, at])} at node "
-                f"{int(nodes[at])}; expected it to rise from 0 to {self.num_edges}"
-            )
-        return starts, degrees
+        check_bounds(both[0], both[1], nodes, self.num_edges)
+        return both[0], both[1] - both[0]
 
     def read_neighbors(self, places: Tensor) -> Tensor:
         """Return the entries of `indices` at some places, int64 on their device."""

@@ -85,6 +85,17 @@ def list_places(starts: Tensor, degrees: Tensor) -> Tensor:
     return shift + torch.arange(len(shift), device="cpu")
 
 
+def check_bounds(starts: Tensor, ends: Tensor, nodes: Tensor, num_edges: int) -> None:
+    """Raise unless the lists of nodes begin before they end, among the entries that there are."""
+    wrong = (ends < starts) | (starts < 0) | (ends > num_edges)
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"indptr: goes from {int(starts[at])} to {int(ends[at])} at node {int(nodes[at])}; "
+            f"expected it to rise from 0 to {num_edges}"
+        )
+
+
 def find_lists(indptr: Tensor, places: Tensor) -> Tensor:
     """Return the numbers of the lists that have some places, by bisection of their offsets."""
     low, high = torch.zeros_like(places), torch.full_like(places, len(indptr) - 1)

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from penstock.traversal._blocks import read_nodes
 from penstock.traversal._exchange import Exchange
 from penstock.traversal._graph import CSRGraph, open_uncached
-from penstock.traversal._lists import INTEGERS, narrow, read_entries
+from penstock.traversal._lists import INTEGERS, narrow
 
 Split = Literal["random", "contiguous", "cluster"]
 SPLITS = ("random", "contiguous", "cluster")
@@ -191,7 +192,7 @@ def _read_blocks(graph: CSRGraph, num_ranks: int) -> Iterator[tuple[Tensor, Tens
         nodes = torch.arange(begin, min(begin + count, graph.num_nodes), device="cpu")
         starts, degrees = graph.read_lists(nodes)
         places = torch.arange(int(starts[0]), int(starts[-1] + degrees[-1]), device="cpu")
-        yield nodes, degrees, read_entries(graph.indices, places)
+        yield nodes, degrees, read_nodes(graph, places)
 
 
 def compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> None:

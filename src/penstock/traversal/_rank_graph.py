@@ -19,10 +19,18 @@ from penstock.memory.pages import trim_heap
 from penstock.tables import Report
 from penstock.traversal._exchange import Exchange, find_group
 from penstock.traversal._graph import CSRGraph, Flow
-from penstock.traversal._lists import find_lists, in_memory, list_places, narrow, read_entries
+from penstock.traversal._lists import (
+    check_bounds,
+    find_lists,
+    in_memory,
+    list_places,
+    narrow,
+    read_entries,
+)
 from penstock.traversal._own_lists import read_own_lists
 from penstock.traversal._ownership import MOST_RANKS, Split, compare_ranks, find_ownership
-from penstock.traversal._send_lists import SendLists
+from penstock.traversal._send_lists import SendLists, cut_parts
+from penstock.unified import UnifiedTensor
 
 _BLOCK_ENTRIES = 2**15
 _BLOCK_NODES = 2**14
@@ -138,7 +146,7 @@ class RankGraph:
             self._find_halo()
             trim_heap()  # what this took is more than what stays
         self.num_halo = sum(self._halo_counts)
-        self._is_file = in_memory(self._indices) is None
+        self._has_file = any(in_memory(each) is None for each in (self._indptr, self._indices))
 
     def _find_halo(self) -> None:
         """Find the nodes of other ranks in the lists, number all, and tell the owners."""
@@ -190,8 +198,8 @@ class RankGraph:
         positions = torch.empty(sum(counts), dtype=torch.int32, device="cpu")
         (self._longest_part,) = self.exchange.largest(max([0, *counts, *self._halo_counts]))
         for begin in range(0, self._longest_part, _BLOCK_ROWS):
-            theirs, asked = _cut_parts(self._halo_counts, begin, _BLOCK_ROWS)
-            ours, told = _cut_parts(counts, begin, _BLOCK_ROWS)
+            theirs, asked = cut_parts(self._halo_counts, begin, _BLOCK_ROWS)
+            ours, told = cut_parts(counts, begin, _BLOCK_ROWS)
             ids = self.exchange.trade(halo[theirs], asked, told, "halo ids")
             positions[ours] = torch.searchsorted(self._own, ids, out_int32=True)
         self._send = SendLists(positions, counts, self.num_own)
@@ -226,17 +234,23 @@ class RankGraph:
         """Return the values of all nodes on every rank, in the order of their ids.
 
         Args:
-            values: Values of the rank's nodes, of shape (num_own, *row), as results are.
+            values: Values of the rank's nodes, of shape (num_own, *row), as results are: a tensor
+                or a table, whose rows are read.
 
         Raises:
             RankError: Another rank has ended, or does not answer.
+            TypeError: `values` is no tensor.
             ValueError: `values` has another shape.
         """
-        if len(values) != self.num_own:
+        if not isinstance(values, Tensor):
+            raise TypeError(f"values: expected a tensor or a table, got {type(values).__name__}")
+        if not values.dim() or len(values) != self.num_own:
             raise ValueError(
                 f"values: expected one for each of the rank's {self.num_own} nodes, got shape "
                 f"{tuple(values.shape)}"
             )
+        if isinstance(values, UnifiedTensor):  # the result has all rows in memory, and more
+            values = values.gather_rows(torch.arange(self.num_own, device="cpu")).cpu()
         exchange, ranks = self.exchange, self.exchange.num_ranks
         counts = exchange.trade_counts([self.num_own] * ranks)
         sent = [self.num_own] * ranks
@@ -254,7 +268,7 @@ class RankGraph:
 
         The entries are int32 or int64, in the graph's memory where they are in memory.
         """
-        offsets = _read_range(self._indptr, begin, end + 1).long()
+        offsets = self._read_offsets(begin, end).long()
         entries = _read_range(self._indices, int(offsets[0]), int(offsets[-1]))
         return offsets.diff(), self._check(entries)
 
@@ -267,8 +281,7 @@ class RankGraph:
         most = self.block_entries if most_entries is None else most_entries
         for first in range(0, self.num_own, _BLOCK_NODES):
             last = min(first + _BLOCK_NODES, self.num_own)
-            offsets = _read_range(self._indptr, first, last + 1)
-            begin = 0
+            offsets, begin = self._read_offsets(first, last), 0
             while begin < last - first:
                 end = int(torch.searchsorted(offsets, offsets[begin] + most, right=True)) - 1
                 end = max(end, begin + 1)
@@ -279,7 +292,7 @@ class RankGraph:
         """Yield the entries of the lists of own nodes, by number, in blocks."""
         most = self.block_entries
         for part in positions.split(_BLOCK_NODES) if len(positions) else ():
-            both = read_entries(self._indptr, torch.stack([part, part + 1]))
+            both = self._read_bounds(part)
             ends = (both[1] - both[0]).cumsum(0)
             cuts = (
                 torch.searchsorted(
@@ -294,8 +307,7 @@ class RankGraph:
 
     def count_entries(self, positions: Tensor) -> Tensor:
         """Return the lengths of the lists of own nodes."""
-        both = read_entries(self._indptr, torch.stack([positions, positions + 1]))
-        return both[1] - both[0]
+        return self._read_bounds(positions).diff(dim=0)[0]
 
     def count_range(self, begin: int, end: int) -> int:
         """Return the entries of the lists of consecutive own nodes."""
@@ -304,7 +316,7 @@ class RankGraph:
 
     def read_list(self, position: int, most: int) -> Tensor:
         """Return the first entries of one own node's list, by number, as int64."""
-        begin, end = _read_range(self._indptr, position, position + 2).tolist()
+        begin, end = self._read_offsets(position, position + 1).tolist()
         return self._check(_read_range(self._indices, begin, min(end, begin + most))).long()
 
     def owners_of(self, places: Tensor) -> Tensor:
@@ -318,12 +330,27 @@ class RankGraph:
         most = max(count // _WIDEST_OF_MANY, _BLOCK_ENTRIES // 4)
         return min(_BLOCK_ENTRIES, most, max(count // _WIDEST_PART, 256))
 
+    def _read_offsets(self, begin: int, end: int) -> Tensor:
+        """Return the offsets of consecutive own nodes; raise for those that fall."""
+        offsets = _read_range(self._indptr, begin, end + 1)
+        if self._has_file:
+            nodes = torch.arange(begin, end, device="cpu")
+            check_bounds(offsets[:-1], offsets[1:], nodes, len(self._indices))
+        return offsets
+
+    def _read_bounds(self, positions: Tensor) -> Tensor:
+        """Return where the lists of own nodes begin, and where they end."""
+        both = read_entries(self._indptr, torch.stack([positions, positions + 1]))
+        if self._has_file:
+            check_bounds(both[0], both[1], positions, len(self._indices))
+        return both
+
     def _check(self, entries: Tensor) -> Tensor:
         """Return entries of a list; raise for one that is no node, as in a damaged file.
 
         Those in memory were looked at when the graph was made.
         """
-        if not self._is_file:
+        if not self._has_file:
             return entries
         wrong = (entries < 0) | (entries >= self.num_own + self.num_halo)
         if wrong.any():
@@ -427,7 +454,7 @@ class RankGraph:
                 self._send.read(rank, min(begin, count), min(begin + most, count))
                 for rank, count in enumerate(self._send.counts)
             ]
-            places, received = _cut_parts(self._halo_counts, begin, most)
+            places, received = cut_parts(self._halo_counts, begin, most)
             yield torch.cat(ours), [len(each) for each in ours], places, received
 
     def push_halo(self, halo: Tensor, own: Tensor, kind: str) -> None:
@@ -456,17 +483,6 @@ def _split_places(values: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield parts of values, and where they begin."""
     for begin in range(0, len(values), _BLOCK_ENTRIES):
         yield begin, values[begin : begin + _BLOCK_ENTRIES]
-
-
-def _cut_parts(counts: list[int], begin: int, most: int) -> tuple[Tensor, list[int]]:
-    """Return places from `begin` on, some of each of consecutive parts, and how many of each."""
-    places, found, start = [], [], 0
-    for count in counts:
-        end = min(begin + most, count)
-        places.append(torch.arange(start + min(begin, end), start + end, device="cpu"))
-        found.append(len(places[-1]))
-        start += count
-    return torch.cat(places), found
 
 
 def _read_range(values: Tensor, begin: int, end: int) -> Tensor:

@@ -83,3 +83,14 @@ class _Bits:
     def _unpack(self, first: int, last: int) -> Tensor:
         bits = torch.from_numpy(np.unpackbits(self._bits[first:last]))
         return bits.nonzero().flatten() + first * _SPAN
+
+
+def cut_parts(counts: list[int], begin: int, most: int) -> tuple[Tensor, list[int]]:
+    """Return places from `begin` on, some of each of consecutive parts, and how many of each."""
+    places, found, start = [], [], 0
+    for count in counts:
+        end = min(begin + most, count)
+        places.append(torch.arange(start + min(begin, end), start + end, device="cpu"))
+        found.append(len(places[-1]))
+        start += count
+    return torch.cat(places), found
