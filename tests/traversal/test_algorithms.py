@@ -124,6 +124,19 @@ def test_a_node_that_is_none_is_named_by_reverse(tmp_path: Path):
             graph.reverse()
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"damping": "x"}, "damping='x': expected a number"),
+        ({"tol": None}, "tol=None: expected a number"),
+        ({"max_iterations": 2.5}, "max_iterations=2.5: expected a whole number"),
+    ],
+)
+def test_options_of_pagerank_that_are_no_numbers_are_named(options: dict[str, Any], says: str):
+    with pytest.raises(TypeError, match=says):
+        pagerank(CSRGraph([0, 1], [0]), **options)
+
+
 def test_pagerank_gives_what_it_has_reached():
     graph = make_graph([(0, 1), (1, 2), (2, 0), (3, 0)], 4, "source_to_target")
     with pytest.raises(

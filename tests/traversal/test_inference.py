@@ -201,6 +201,13 @@ def test_wrong_features_and_layers_are_named(
         infer_layers(graph, features, make_model("sage") if layers is None else layers)
 
 
+def test_a_graph_without_nodes_has_rows_of_the_layers_width(tmp_path: Path):
+    layers = layers_of(make_model("sage"))
+    for store in (None, tmp_path):
+        found = infer_layers(CSRGraph([0], []), torch.empty(0, WIDTH), layers, store=store)
+        assert found.shape == (0, 3) and found.dtype == torch.float32
+
+
 def test_half_precision_and_nodes_without_edges():
     graph = CSRGraph([0] * 6, [])
     features = torch.randn(5, 4).bfloat16()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.batching import measured_peak
 from penstock.errors import CapacityError
 from penstock.traversal import CSRGraph, _native, khop, khop_nodes
+from penstock.traversal._budget import SearchBudget
 
 
 def random_graph(num_nodes: int, num_edges: int, seed: int = 0) -> CSRGraph:
@@ -47,6 +48,19 @@ def test_a_search_pulls_where_that_looks_at_fewer_edges():
     # The nodes of each frontier are at most the edges that lead to them.
     counts = torch.tensor(pushed.num_nodes).diff().tolist()
     assert all(count <= edges for count, edges in zip(counts, pushed.frontier_edges, strict=True))
+
+
+def test_hops_after_the_last_node_are_counted_without_a_search(monkeypatch: pytest.MonkeyPatch):
+    checked: list[int] = []
+    monkeypatch.setattr(SearchBudget, "check", lambda _, num_bytes: checked.append(num_bytes))
+    graph, seeds = CSRGraph([0, 1, 2, 3], [1, 2, 0]), torch.tensor([0])
+    found = khop_nodes(graph, seeds, 1000)
+    assert checked == [0, 0, 0]
+    assert khop(graph, seeds, 1000).size.num_edges == 3
+    assert checked[3:] == [16, 32, 48]
+    assert found.num_nodes == (1, 2, *[3] * 999)
+    assert found.frontier_edges == found.touched_edges == (1, 1, 1, *[0] * 997)
+    assert found.pulled == (False,) * 1000
 
 
 def test_a_budget_is_kept_to_the_byte():

@@ -187,6 +187,13 @@ def test_wrong_graphs_and_values_are_named():
         part.gather([1] * 400)  # type: ignore[arg-type]
 
 
+def test_seeds_may_be_a_part_of_others():
+    graph = make_graphs()["grid"]
+    seeds = torch.arange(40)[1::4]
+    found = khop(RankGraph(graph), seeds, 1)
+    assert torch.equal(found.nodes, khop(graph, seeds, 1).nodes)
+
+
 def test_rows_of_tables_are_gathered(tmp_path: Path):
     rows, part = torch.randn(400, 2), RankGraph(make_graphs()["grid"])
     for table in (unify(rows), unify(rows).save_rows(tmp_path / "rows")):

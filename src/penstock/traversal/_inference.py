@@ -144,6 +144,8 @@ def _read_blocks(part: RankGraph, rows: LayerRows, num_bytes: int) -> Iterator[L
     """Yield blocks of own nodes with the rows that they need."""
     row_bytes = _ENTRY_BYTES + _COPIES * rows.row_bytes
     most = max(num_bytes // (2 * row_bytes), 1)  # of nodes, and of their entries
+    if not part.num_nodes:  # for the width of a layer's rows
+        yield read_block(part, rows, 0, 0)
     for first, last in part.split_own(most):
         for begin in range(first, last, most):
             end = min(begin + most, last)

@@ -146,7 +146,7 @@ def _find_over_ranks(
             "other direction; leave both out"
         )
     limit = parse_limit(max_bytes)
-    nodes = check_seeds(seeds, part.num_nodes)
+    nodes = check_seeds(seeds, part.num_nodes).contiguous()
     collected = collect_lists(part, nodes.cpu(), parse_hops(hops), limit)
     rest = None if limit is None else max(limit - collected.num_bytes, 1)
     numbers = torch.searchsorted(collected.ids, nodes.cpu()).to(nodes.device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def pagerank(
     Raises:
         NoConvergenceError: The change is still above `tol`; the error's `values` are the last ones.
         RankError: Another rank has ended, or does not answer.
-        TypeError: `graph` is something else.
+        TypeError: `graph` is something else, or a number is none.
         ValueError: A number makes no sense, or the graph is damaged.
     """
     part = as_rank_graph(graph)
@@ -142,7 +144,17 @@ class _Iteration:
         return torch.segment_reduce(flowing, "sum", lengths=degrees, initial=0)
 
 
-def _check_numbers(damping: float, tol: float, max_iterations: int) -> None:
+def _check_numbers(damping: Any, tol: Any, max_iterations: Any) -> None:
+    for name, value, parse in (
+        ("damping", damping, operator.pos),
+        ("tol", tol, operator.pos),
+        ("max_iterations", max_iterations, operator.index),
+    ):
+        try:
+            float(parse(value))
+        except (TypeError, ValueError) as error:
+            kind = "a whole number" if parse is operator.index else "a number"
+            raise TypeError(f"{name}={value!r}: expected {kind}") from error
     if not 0 <= damping < 1:
         raise ValueError(f"damping={damping!r}: expected a number from 0 to 1, without 1")
     if not (math.isfinite(tol) and tol > 0):

@@ -111,18 +111,29 @@ class NodeSearch:
                 among them, so that a budget can be found to be too low before the next hop.
         """
         self._number_seeds()
-        begin = 0
-        for _ in range(self.hops):
+        begin = num_edges = 0
+        for hop in range(self.hops):
+            if begin == len(self.nodes):
+                self._end_search(self.hops - hop)
+                return
             frontier, begin = self.nodes[begin:], len(self.nodes)
-            total = self.reader.sum_lengths(frontier) if len(frontier) else 0
+            total = self.reader.sum_lengths(frontier)
+            num_edges += total
             self.frontier_edges.append(total)
-            self.budget.check(edge_bytes * sum(self.frontier_edges))
+            self.budget.check(edge_bytes * num_edges)
             if total:
                 self._make_hop(frontier, total)
             else:
                 self.touched_edges.append(0)
                 self.pulled.append(False)
             self.num_nodes.append(len(self.nodes))
+
+    def _end_search(self, num_hops: int) -> None:
+        """Count hops that find nothing, as the one before them has not."""
+        self.frontier_edges += [0] * num_hops
+        self.touched_edges += [0] * num_hops
+        self.pulled += [False] * num_hops
+        self.num_nodes += [len(self.nodes)] * num_hops
 
     @property
     def block_bytes(self) -> int:

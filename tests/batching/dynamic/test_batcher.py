@@ -383,6 +383,15 @@ def test_what_cannot_run_is_refused():
         graph.add("node", 0)
 
 
+def test_errors_of_cells_have_a_note_of_their_type():
+    graph = TypedGraph()
+    for word in (3, 11):
+        graph.add("leaf", inputs=[word])
+    with pytest.raises(IndexError) as error:
+        DynamicBatcher({"leaf": nn.Embedding(10, 4)})(graph)
+    assert error.value.__notes__ == ["raised by the cell of 'leaf' for 2 of its nodes"]
+
+
 def test_cells_that_are_read_alike_have_to_return_alike():
     class Wide(nn.Module):
         def forward(self, word):

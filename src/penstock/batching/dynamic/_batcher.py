@@ -329,10 +329,16 @@ class _BatchRun:
         return self.tokens
 
     def _run_piece(self, batch: BatchPlan, piece: Piece, kind: Hashable, cell: nn.Module) -> Tensor:
-        def compute(*_: Tensor) -> Any:
-            return cell(*self._gather_arguments(batch, piece))
-
         num_nodes = piece.stop - piece.start
+
+        def compute(*_: Tensor) -> Any:
+            arguments = self._gather_arguments(batch, piece)
+            try:
+                return cell(*arguments)
+            except Exception as error:
+                error.add_note(f"raised by the cell of {kind!r} for {num_nodes} of its nodes")
+                raise
+
         if piece.recompute and torch.is_grad_enabled():
             from torch.utils.checkpoint import checkpoint
 
