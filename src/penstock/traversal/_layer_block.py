@@ -108,7 +108,7 @@ def _sample(total: int, count: int) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Layout:
+class _ComparedNodes:
     """Rows of nodes, and behind them those of the neighbours of each, as others for each."""
 
     numbers: Tensor
@@ -121,7 +121,7 @@ class _Layout:
     """Rows of nodes that were given, which have lists."""
 
 
-def _lay_out(part: RankGraph, nodes: Tensor, most: int) -> _Layout:
+def _lay_out(part: RankGraph, nodes: Tensor, most: int) -> _ComparedNodes:
     """Return some own nodes with the first entries of their lists."""
     numbers, neighbors, owners, count = [nodes], [nodes[:0]], [nodes[:0]], len(nodes)
     for row, node in enumerate(nodes.tolist()):
@@ -135,10 +135,10 @@ def _lay_out(part: RankGraph, nodes: Tensor, most: int) -> _Layout:
         neighbors.append(torch.where(entries == node, row, rows))
         owners.append(torch.full_like(entries, row))
         count += len(others)
-    return _Layout(torch.cat(numbers), torch.cat(neighbors), torch.cat(owners), len(nodes))
+    return _ComparedNodes(torch.cat(numbers), torch.cat(neighbors), torch.cat(owners), len(nodes))
 
 
-def _give_lists(layout: _Layout) -> _Layout:
+def _give_lists(layout: _ComparedNodes) -> _ComparedNodes:
     """Let each neighbour have a list as long as its node's, which has the node in every place.
 
     It has two entries at least, as norms take no degree and a degree of one for the same.
@@ -157,11 +157,11 @@ def _give_lists(layout: _Layout) -> _Layout:
     )
 
 
-def _add_node(layout: _Layout, further: _Layout) -> _Layout:
+def _add_node(layout: _ComparedNodes, further: _ComparedNodes) -> _ComparedNodes:
     """Return a layout with a further node behind it, whose row so often changes any mean."""
     count = len(layout.numbers)
     rows = further.numbers[:1].expand(count)
-    return _Layout(
+    return _ComparedNodes(
         torch.cat([layout.numbers, further.numbers, rows]),
         torch.cat([layout.neighbors, count + further.neighbors]),
         torch.cat([layout.owners, count + further.owners]),
