@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class InitialPlaces:
         Raises:
             CaptureError: A buffer has another form than before.
         """
+        replaced = []
         for name, tensor in self._root.named_buffers(remove_duplicate=False):
             old = self._buffers.get(name)
             if old is None or old is tensor:
@@ -67,11 +68,8 @@ class InitialPlaces:
                     f"step and was {old.dtype} of {tuple(old.shape)}; a captured step has static "
                     "shapes"
                 )
-            with torch.no_grad():
-                old.copy_(tensor)
-        with torch.no_grad():
-            for tensor, place in self._find_moved():
-                place.copy_(tensor)
+            replaced.append((old, tensor))
+        copy_to_places([*replaced, *((place, tensor) for tensor, place in self._find_moved())])
 
     def restore(self) -> None:
         """Let tensors lie in their initial places again."""
@@ -82,6 +80,20 @@ class InitialPlaces:
         for tensor, place in self._views:
             if tensor.untyped_storage()._cdata != place.untyped_storage()._cdata:
                 yield tensor, place
+
+
+@torch.no_grad()
+def copy_to_places(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy tensors to the places that come before them in the pairs; those that lie in such a
+    place, as where two are swapped, with the numbers that they have before the first copy.
+    """
+    storages = {place.untyped_storage()._cdata for place, _ in pairs}
+    contents = [
+        tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
+        for _, tensor in pairs
+    ]
+    for (place, _), content in zip(pairs, contents, strict=True):
+        place.copy_(content)
 
 
 def refuse_lost_changes(

@@ -13,6 +13,7 @@ import torch
 from penstock.compat.dispatch import no_dispatch
 from penstock.errors import CaptureError
 from penstock.graph.capturing._drafts import Draft
+from penstock.graph.capturing._model import copy_to_places
 from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.capturing.fake_tensors import FakeTensors
 from penstock.graph.capturing.hooks import describe_step_hooks
@@ -70,7 +71,9 @@ class OptimizerCopy:
             _choose_implementation(group)
         self._copy.state = defaultdict(dict)
         for parameter, state in optimizer.state.items():
-            self._copy.state[fakes.of(parameter, "parameter")] = dict(state)
+            self._copy.state[fakes.of(parameter, "parameter")] = {
+                key: _copy_container(value) for key, value in state.items()
+            }
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the fake tensors of the state, by their names in the graph."""
@@ -87,6 +90,10 @@ class OptimizerCopy:
         self._adopt_hyper_parameters()
         start = len(self._recorder.drafts)
         before = self._python_state()
+        adopted = {
+            parameter: {key: _copy_container(value) for key, value in state.items()}
+            for parameter, state in self._copy.state.items()
+        }
         type(self._copy).step(self._copy)
         self._refuse_changes(before)
         if dict(self._python_numbers()) != numbers:
@@ -94,10 +101,15 @@ class OptimizerCopy:
                 f"{type(self._optimizer).__name__} counts its steps in Python numbers in its "
                 "state, so that no two steps are alike; use an optimizer that keeps tensors there"
             )
+        steady = [draft.target for draft in self._recorder.drafts[start:]]
+        is_replaced = self._write_back_state(adopted)
         if scratches:
             first, *seconds = scratches
-            steady = seconds[0].drafts if seconds else self._recorder.drafts[start:]
-            self._find_initial_state(first, [draft.target for draft in steady])
+            if seconds:
+                steady = [draft.target for draft in seconds[0].drafts]
+            self._find_initial_state(first, steady)
+            if is_replaced:  # what the first step made is not what it has left there
+                self.initial_state = dict.fromkeys(self.initial_state)
 
     def _python_numbers(self) -> list[tuple[int, dict[str, Any]]]:
         return [
@@ -126,6 +138,46 @@ class OptimizerCopy:
                     f"{type(self._optimizer).__name__}.step changes {name}, which planned steps "
                     "would not; keep it in a tensor of the optimizer's state, or change it between "
                     "steps, as a scheduler does"
+                )
+
+    def _write_back_state(self, adopted: dict[torch.Tensor, dict[str, Any]]) -> bool:
+        """Copy tensors of the state that the step has replaced to the places of the old ones.
+
+        Returns:
+            Whether there are any.
+
+        Raises:
+            CaptureError: There is other state than before, or of another form.
+        """
+        pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for parameter in {**adopted, **self._copy.state}:
+            before, now = adopted.get(parameter, {}), self._copy.state.get(parameter, {})
+            for key in {**before, **now}:
+                name = f"optimizer.state.{self._name_of[id(parameter)]}.{key}"
+                if change := _describe_change(before, now, key, name):
+                    raise CaptureError(f"{type(self._optimizer).__name__}.step {change}")
+                if isinstance(before[key], torch.Tensor):
+                    pairs.append((name, before[key], now[key]))
+        self._refuse_shared_state(pairs)
+        replaced = [(old, new) for _, old, new in pairs if _place_of(old) != _place_of(new)]
+        copy_to_places(replaced)
+        self._copy.state = defaultdict(dict, adopted)
+        return bool(replaced)
+
+    def _refuse_shared_state(self, pairs: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        """Raise if tensors of the state have come to share memory that did not before."""
+        old_of: dict[Any, Any] = {}
+        storages = self._recorder.storages
+        for name, old, new in pairs:
+            place, shared = _place_of(old), "another tensor of the state"
+            is_shared = old_of.setdefault(_place_of(new), place) != place
+            is_moved = place != _place_of(new) and new in storages
+            if is_moved and storages.of(new).kind is Kind.PARAMETER:
+                is_shared, shared = True, "a parameter"
+            if is_shared:
+                raise CaptureError(
+                    f"{type(self._optimizer).__name__}.step lets {name} be the memory of {shared}, "
+                    "and planned state has its own: copy it (clone())"
                 )
 
     def _record_first_step(self) -> list[Recorder]:
@@ -214,14 +266,47 @@ class OptimizerCopy:
         maker_of = {of[value]: draft for draft in first.drafts for value in draft.creates}
         makers: set[str] = set()
         for name, tensor in self._made.items():
-            if tensor in storages and (maker := maker_of.get(storages.index_of(tensor))):
-                self.initial_state[name] = _read_fill(maker, tensor.dtype)
-                makers.add(maker.name)
+            if tensor in storages:
+                maker = maker_of.get(storages.index_of(tensor))
+                self.initial_state[name] = maker and _read_fill(maker, tensor.dtype)
+                makers.add(maker.name if maker else "")
         rest = [draft.target for draft in first.drafts if draft.name not in makers]
         rest, steady = ([each for each in some if each != SCALAR] for some in (rest, steady))
         if rest != steady or None in self.initial_state.values():
             fill = _find_first_momentum(self._optimizer)
             self.initial_state = dict.fromkeys(self.initial_state, fill)
+
+
+def _describe_change(
+    before: Mapping[str, Any], now: Mapping[str, Any], key: str, name: str
+) -> str | None:
+    """Describe a change of an item of the state that a graph cannot say; None if there is none."""
+    if key not in before or key not in now:
+        return (
+            f"{'makes' if key in now else 'removes'} {name}, which the steps that follow would "
+            "not: take ordinary steps (loss.backward(); optimizer.step()) until the state stays "
+            "the same"
+        )
+    old, new = _describe_form(before[key]), _describe_form(now[key])
+    if old != new:
+        return (
+            f"lets {name} become {new}, and it was {old}; planned state keeps its form: change it "
+            "in place, or take one ordinary step before"
+        )
+    if not (isinstance(before[key], torch.Tensor) or _is_same(before[key], now[key])):
+        return f"changes {name}, which planned steps would not; keep each tensor under its own key"
+    return None
+
+
+def _describe_form(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{value.dtype} of shape {tuple(value.shape)} with strides {value.stride()}"
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _adopt_state(recorder: Recorder, tensor: torch.Tensor, name: str) -> TensorView:
@@ -264,7 +349,7 @@ def _copy_container(value: Any) -> Any:
 
 def _is_same(before: Any, now: Any) -> bool:
     """Return whether a value is the same as before; of containers, their content."""
-    if isinstance(before, torch.SymFloat):
+    if isinstance(before, torch.SymFloat | torch.Tensor):
         return before is now
     if type(before) in _PLAIN:
         return before is None or now == before or before != before  # a NaN

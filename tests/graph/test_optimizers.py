@@ -1,0 +1,185 @@
+"""Optimizers of one's own: state that is replaced trains as eager, what a graph cannot say is
+refused by name.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from _steps import Case, unlike_eager
+from penstock.errors import CaptureError
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def make_model():
+    model = nn.Linear(8, 3)
+    model.weight.data = model.weight.data.t().contiguous().t()  # strides of its own
+    return model
+
+
+CASE = Case(make_model, X, lambda output, batch: output.square().mean())
+
+
+class Custom(torch.optim.Optimizer):
+    """An optimizer whose update of one parameter is given."""
+
+    def __init__(self, parameters, update, *keys):
+        super().__init__(parameters, {"lr": 0.1})
+        self.update = update
+        for parameter in self.param_groups[0]["params"] if keys else ():
+            self.state[parameter] = {key: torch.full_like(parameter, len(key)) for key in keys}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(self.state[parameter], parameter, group["lr"])
+
+
+def train(update, *keys, warm_up_steps=0):
+    make = lambda parameters: Custom(parameters, update, *keys)  # noqa: E731
+    return unlike_eager(CASE, make, warm_up_steps=warm_up_steps)
+
+
+def replaces_the_momentum(state, parameter, lr):
+    state["m"] = state.get("m", torch.zeros_like(parameter)) * 0.9 + parameter.grad
+    parameter.sub_(lr * state["m"])
+
+
+def swaps(state, parameter, lr):
+    state["m"].mul_(0.5).add_(parameter.grad)
+    parameter.sub_(lr * (state["m"] + 0.3 * state["older"]))
+    state["m"], state["older"] = state["older"], state["m"]
+
+
+def keeps_the_gradient(state, parameter, lr):
+    parameter.sub_(lr * (parameter.grad + state.get("g", torch.zeros_like(parameter))))
+    state["g"] = parameter.grad
+
+
+def keeps_the_parameter(state, parameter, lr):
+    step = lr * parameter.grad + 0.1 * (parameter - state.get("previous", parameter))
+    state["previous"] = parameter.clone()
+    parameter.sub_(step)
+
+
+def pops(state, parameter, lr):
+    m = state.pop("m") * 0.9 + parameter.grad
+    parameter.sub_(lr * m)
+    state["m"], state["older"] = m, m * 2
+
+
+def moves_on(state, parameter, lr):
+    state["older"] = state["m"]
+    state["m"] = parameter.grad + 1
+    parameter.sub_(lr * state["older"])
+
+
+def takes_rows(state, parameter, lr):
+    both = torch.stack([state["m"] + parameter.grad, state["older"] * 0.5])
+    state["m"], state["older"] = both[0], both[1]
+    parameter.sub_(lr * both.sum(0))
+
+
+def counts(state, parameter, lr):
+    state["step"] = state.get("step", torch.zeros(())) + 1
+    parameter.sub_(lr / state["step"] * parameter.grad)
+
+
+@pytest.mark.parametrize("update", [swaps, pops, moves_on, replaces_the_momentum])
+def test_state_made_at_the_beginning_that_is_replaced(update):
+    assert train(update, "m", *(["older"] * (update is not replaces_the_momentum))) == []
+
+
+def test_state_in_rows_of_a_new_tensor():
+    def update(state, parameter, lr):
+        if parameter.dim() == 1:  # rows have no strides of their own
+            takes_rows(state, parameter, lr)
+        else:
+            parameter.sub_(lr * parameter.grad)
+
+    assert train(update, "m", "older") == []
+
+
+@pytest.mark.parametrize(
+    "update", [replaces_the_momentum, keeps_the_gradient, keeps_the_parameter, counts]
+)
+def test_state_that_a_first_step_makes_and_others_replace(update):
+    with pytest.raises(ValueError, match="take one ordinary step"):
+        train(update)
+    assert train(update, warm_up_steps=1) == []
+
+
+def test_what_a_first_step_swaps_is_not_taken_for_its_beginning():
+    def update(state, parameter, lr):
+        if not state:
+            state.update(m=torch.zeros_like(parameter), older=torch.ones_like(parameter))
+        swaps(state, parameter, lr)
+
+    with pytest.raises(ValueError, match="take one ordinary step"):
+        train(update)
+    assert train(update, warm_up_steps=2) == []
+
+
+def makes_a_second_key(state, parameter, lr):
+    state["b" if "a" in state else "a"] = torch.zeros_like(parameter)
+    parameter.sub_(lr * parameter.grad)
+
+
+def removes(state, parameter, lr):
+    parameter.sub_(lr * state.pop("m", 0) * parameter.grad)
+
+
+def changes_the_form(state, parameter, lr):
+    state["m"] = state["m"].sum()
+    parameter.sub_(lr * state["m"])
+
+
+def shares_the_parameter(state, parameter, lr):
+    parameter.sub_(lr * state["m"])
+    state["m"] = parameter.detach()
+
+
+def shares_other_state(state, parameter, lr):
+    parameter.sub_(lr * state["m"])
+    state["m"] = state["older"]
+
+
+def appends(state, parameter, lr):
+    state["all"] = [*state.get("all", [])[-1:], parameter.grad.clone()]
+    parameter.sub_(lr * sum(state["all"]))
+
+
+@pytest.mark.parametrize(
+    ("update", "keys", "message"),
+    [
+        (makes_a_second_key, (), r"makes optimizer\.state\.weight\.b, .* until the state stays"),
+        (removes, ("m", "n"), r"removes optimizer\.state\.weight\.m"),
+        (changes_the_form, ("m",), r"lets optimizer\.state\.weight\.m become .* shape \(\) .* was"),
+        (shares_the_parameter, ("m",), r"weight\.m be the memory of a parameter.*clone\(\)"),
+        (shares_other_state, ("m", "older"), r"\.older be the memory of another tensor of the"),
+        (appends, ("m",), r"changes optimizer\.state\.weight\.all, .* under its own key"),
+    ],
+)
+def test_state_that_a_graph_cannot_keep_is_refused(update, keys, message):
+    with pytest.raises(CaptureError, match=message):
+        train(update, *keys, warm_up_steps=int(update is appends))
+
+
+def test_buffers_that_are_swapped():
+    class Swaps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("a", torch.zeros(8))
+            self.register_buffer("b", torch.ones(8))
+
+        def forward(self, x):
+            y = self.layer(x) + self.a
+            self.a.add_(y.detach().mean(0))
+            self.a, self.b = self.b, self.a
+            return y.square().mean()
+
+    assert unlike_eager(Case(Swaps, X), lambda each: torch.optim.SGD(each, lr=0.1)) == []
