@@ -183,3 +183,120 @@ def test_buffers_that_are_swapped():
             return y.square().mean()
 
     assert unlike_eager(Case(Swaps, X), lambda each: torch.optim.SGD(each, lr=0.1)) == []
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps by other optimizers, as averages and look-aheads do."""
+
+    def __init__(self, inner, hold):
+        super().__init__(inner.param_groups, {})
+        self.inner = hold(inner)
+
+    def step(self, closure=None):
+        self.inner() if callable(self.inner) else self.inner.step()
+
+
+@pytest.mark.parametrize("hold", [lambda each: each, lambda each: [each], lambda each: {"a": each}])
+def test_an_optimizer_that_holds_another_is_refused(hold):
+    make = lambda parameters: Wrapper(torch.optim.SGD(parameters, 0.1), hold)  # noqa: E731
+    with pytest.raises(CaptureError, match=r"of class SGD \(optimizer\.inner\).*pass that one"):
+        unlike_eager(CASE, make)
+
+
+def test_an_optimizer_that_changes_other_tensors_is_refused():
+    make = lambda parameters: Wrapper(  # noqa: E731
+        torch.optim.SGD(parameters, 0.1), lambda inner: lambda: inner.step()
+    )
+    with pytest.raises(CaptureError, match=r"changes none of its parameters, of which 2 have"):
+        unlike_eager(CASE, make)
+    frozen = lambda parameters: torch.optim.SGD(list(parameters)[:1], 0.0)  # noqa: E731
+    assert unlike_eager(CASE, frozen) == []
+
+
+class Attributes(Custom):
+    """Calls `update` with itself, before it steps."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        scale = self.update(self, self.param_groups[0])
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(scale * parameter.grad)
+
+
+def counts_in_the_group(optimizer, group):
+    group.setdefault("t", torch.zeros(())).add_(1)
+    return 0.1 / group["t"]
+
+
+def replaces_in_the_group(optimizer, group):
+    group["t"] = group["t"] + 1
+    return 0.1 / group["t"]
+
+
+def replaces_an_attribute(optimizer, group):
+    optimizer.rate = optimizer.rate * 0.9
+    return optimizer.rate
+
+
+def replaces_in_an_attribute(optimizer, group):
+    optimizer.rates["now"] = optimizer.rates["now"] * 0.9
+    return optimizer.rates["now"]
+
+
+def makes_an_attribute(optimizer, group):
+    optimizer.last = group["params"][0].grad.norm()
+    return 0.1
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (counts_in_the_group, "adds 't' to optimizer.param_groups, .* state of a parameter"),
+        (replaces_in_the_group, r"changes optimizer\.param_groups\[0\]\['t'\], "),
+        (replaces_an_attribute, r"changes optimizer\.rate, "),
+        (replaces_in_an_attribute, r"changes optimizer\.rates, "),
+        (makes_an_attribute, r"makes optimizer\.last, .* or take one ordinary step"),
+    ],
+)
+def test_tensors_beside_the_state_that_a_step_makes_or_replaces_are_refused(update, message):
+    def make(parameters):
+        optimizer = Attributes(parameters, update, "m")
+        optimizer.rate, optimizer.rates = torch.ones(()), {"now": torch.ones(())}
+        if update is replaces_in_the_group:
+            optimizer.param_groups[0]["t"] = torch.ones(())
+        return optimizer
+
+    with pytest.raises(CaptureError, match=message):
+        unlike_eager(CASE, make)
+
+
+@pytest.mark.parametrize("keys", [(), ("m",)])
+def test_what_a_step_only_notes_is_no_state(keys):
+    make = lambda parameters: Attributes(parameters, makes_an_attribute, *keys)  # noqa: E731
+    assert unlike_eager(CASE, make, warm_up_steps=1) == []
+    if not keys:
+        assert unlike_eager(CASE, make) == []
+
+
+def frees_the_gradient(state, parameter, lr):
+    if not state:
+        state["m"] = torch.zeros_like(parameter)
+    state["m"].mul_(0.5).add_(parameter.grad)
+    parameter.sub_(lr * state["m"])
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("warm_up_steps", [0, 1])
+def test_gradients_that_a_step_frees(warm_up_steps):
+    assert train(frees_the_gradient, warm_up_steps=warm_up_steps) == []
+
+
+@pytest.mark.parametrize("warm_up_steps", [0, 1])
+def test_state_of_no_parameter_is_refused(warm_up_steps):
+    def update(optimizer, group):
+        optimizer.state["all"].setdefault("t", torch.zeros(())).add_(1)
+        return 0.1
+
+    make = lambda parameters: Attributes(parameters, update)  # noqa: E731
+    with pytest.raises(CaptureError, match=r"keeps state under 'all' .* under one of them"):
+        unlike_eager(CASE, make, warm_up_steps=warm_up_steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,6 +71,8 @@ class OptimizerCopy:
             _choose_implementation(group)
         self._copy.state = defaultdict(dict)
         for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor):
+                raise self._refuse_owner(parameter)
             self._copy.state[fakes.of(parameter, "parameter")] = {
                 key: _copy_container(value) for key, value in state.items()
             }
@@ -80,7 +82,20 @@ class OptimizerCopy:
         for parameter, state in self._copy.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    yield f"optimizer.state.{self._name_of[id(parameter)]}.{key}", value
+                    yield self._name_state(parameter, key), value
+
+    def _name_state(self, parameter: object, key: str) -> str:
+        if id(parameter) not in self._name_of:
+            raise self._refuse_owner(parameter)
+        return f"optimizer.state.{self._name_of[id(parameter)]}.{key}"
+
+    def _refuse_owner(self, owner: object) -> CaptureError:
+        is_tensor = isinstance(owner, torch.Tensor)
+        what = f"a tensor of shape {tuple(owner.shape)}" if is_tensor else repr(owner)
+        return CaptureError(
+            f"{type(self._optimizer).__name__} keeps state under {what} (optimizer.state), which "
+            "is none of its parameters: keep it under one of them, as its first, or delete it"
+        )
 
     def step(self) -> None:
         """Record one step; the gradients are in `.grad` of the fake tensors."""
@@ -94,13 +109,14 @@ class OptimizerCopy:
             parameter: {key: _copy_container(value) for key, value in state.items()}
             for parameter, state in self._copy.state.items()
         }
-        type(self._copy).step(self._copy)
+        self._call_step()
         self._refuse_changes(before)
         if dict(self._python_numbers()) != numbers:
             raise CaptureError(
                 f"{type(self._optimizer).__name__} counts its steps in Python numbers in its "
                 "state, so that no two steps are alike; use an optimizer that keeps tensors there"
             )
+        self._refuse_idleness(start)
         steady = [draft.target for draft in self._recorder.drafts[start:]]
         is_replaced = self._write_back_state(adopted)
         if scratches:
@@ -133,12 +149,42 @@ class OptimizerCopy:
 
     def _refuse_changes(self, before: dict[str, Any]) -> None:
         for name, now in self._python_state().items():
-            if name in before and not _is_same(before[name], now):
+            if name not in before and not isinstance(now, bool | None):
+                raise CaptureError(
+                    f"{type(self._optimizer).__name__}.step makes {name}, which planned steps "
+                    "would not: make it in __init__, or take one ordinary step before"
+                )
+            if name in before and not _is_same(before[name], now, self._is_read):
                 raise CaptureError(
                     f"{type(self._optimizer).__name__}.step changes {name}, which planned steps "
                     "would not; keep it in a tensor of the optimizer's state, or change it between "
                     "steps, as a scheduler does"
                 )
+
+    def _refuse_idleness(self, start: int) -> None:
+        """Raise if the step, from an operator on, has changed no parameter that has a gradient."""
+        storages = self._recorder.storages
+        written = {
+            storages.storage_of_value[new]
+            for draft in self._recorder.drafts[start:]
+            for _, new in draft.mutates
+        }
+        trained = [
+            each
+            for group in self._copy.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        ]
+        is_changed = lambda each: (  # noqa: E731
+            storages.of(each).kind is not Kind.PARAMETER or storages.index_of(each) in written
+        )
+        if trained and not any(map(is_changed, trained)):
+            kind = type(self._optimizer).__name__
+            raise CaptureError(
+                f"{kind}.step changes none of its parameters, of which {len(trained)} have "
+                "gradients; it has to change those in optimizer.param_groups, as these are others "
+                "during a capture than it may hold elsewhere"
+            )
 
     def _write_back_state(self, adopted: dict[torch.Tensor, dict[str, Any]]) -> bool:
         """Copy tensors of the state that the step has replaced to the places of the old ones.
@@ -153,7 +199,7 @@ class OptimizerCopy:
         for parameter in {**adopted, **self._copy.state}:
             before, now = adopted.get(parameter, {}), self._copy.state.get(parameter, {})
             for key in {**before, **now}:
-                name = f"optimizer.state.{self._name_of[id(parameter)]}.{key}"
+                name = self._name_state(parameter, key)
                 if change := _describe_change(before, now, key, name):
                     raise CaptureError(f"{type(self._optimizer).__name__}.step {change}")
                 if isinstance(before[key], torch.Tensor):
@@ -179,6 +225,10 @@ class OptimizerCopy:
                     f"{type(self._optimizer).__name__}.step lets {name} be the memory of {shared}, "
                     "and planned state has its own: copy it (clone())"
                 )
+
+    def _is_read(self, tensor: torch.Tensor) -> bool:
+        """Return whether the recorded step has used a tensor that was there before."""
+        return id(tensor) in self._recorder.outside.used or tensor in self._recorder.storages
 
     def _record_first_step(self) -> list[Recorder]:
         """Let the optimizer make the state that it does not have.
@@ -218,8 +268,29 @@ class OptimizerCopy:
                 if isinstance(tensor, torch.Tensor):
                     _adopt_state(scratch, tensor, "state")
         with self._recorder.pause(), scratch:
-            type(self._copy).step(self._copy)
+            self._call_step()
         return scratch
+
+    def _call_step(self) -> None:
+        """Let the copy step, and give its parameters the gradients back that it may have freed.
+
+        Raises:
+            CaptureError: It adds to a group, which may be one of the first step only.
+        """
+        groups = self._copy.param_groups
+        parameters = [each for group in groups for each in group["params"]]
+        gradients = [each.grad for each in parameters]
+        known = [set(group) for group in groups]
+        type(self._copy).step(self._copy)
+        for keys in (group.keys() - before for group, before in zip(groups, known, strict=True)):
+            if keys:
+                raise CaptureError(
+                    f"{type(self._optimizer).__name__}.step adds {min(keys)!r} to "
+                    "optimizer.param_groups, which planned steps would not; keep it in a tensor of "
+                    "the state of a parameter, as the group's first"
+                )
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
     def _adopt_state(self) -> None:
         """Replace the state by fake tensors that have no past in the graph."""
@@ -228,7 +299,7 @@ class OptimizerCopy:
             for parameter, state in self._copy.state.items():
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        name = f"optimizer.state.{self._name_of[id(parameter)]}.{key}"
+                        name = self._name_state(parameter, key)
                         self._made[name] = value
                         state[key] = self._fakes.of(value, name)
                         self.tensors[name] = _adopt_state(self._recorder, state[key], name)
@@ -347,18 +418,28 @@ def _copy_container(value: Any) -> Any:
     return copy.copy(value) if type(value) in (list, dict, set, defaultdict) else value
 
 
-def _is_same(before: Any, now: Any) -> bool:
-    """Return whether a value is the same as before; of containers, their content."""
-    if isinstance(before, torch.SymFloat | torch.Tensor):
+def _is_same(
+    before: Any, now: Any, is_read: Callable[[torch.Tensor], bool] = lambda _: True
+) -> bool:
+    """Return whether a value is the same as before, or a tensor that has not been read; of
+    containers, their content.
+    """
+    if isinstance(before, torch.Tensor):
+        return before is now or not is_read(before)
+    if isinstance(before, torch.SymFloat):
         return before is now
     if type(before) in _PLAIN:
         return before is None or now == before or before != before  # a NaN
     if type(before) is not type(now):
         return True
     if isinstance(before, list | tuple):
-        return len(before) == len(now) and all(map(_is_same, before, now))
+        return len(before) == len(now) and all(
+            _is_same(*pair, is_read) for pair in zip(before, now, strict=True)
+        )
     if isinstance(before, dict):
-        return before.keys() == now.keys() and all(_is_same(before[key], now[key]) for key in now)
+        return before.keys() == now.keys() and all(
+            _is_same(before[key], now[key], is_read) for key in now
+        )
     return True
 
 
@@ -369,6 +450,16 @@ def _check(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
             f"{kind} calls the model several times a step through a closure, which is not one "
             "course of events; use an optimizer whose step() needs no closure"
         )
+    for key, value in vars(optimizer).items():
+        items = value.values() if isinstance(value, dict) else value
+        for inner in items if isinstance(value, dict | list | tuple) else [value]:
+            if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+                raise CaptureError(
+                    f"{kind} holds another optimizer, of class {type(inner).__name__} "
+                    f"(optimizer.{key}), whose steps would be lost: pass that one, and do between "
+                    f"planned steps what {kind} adds, or train without a plan under "
+                    "penstock.offload"
+                )
     if (hooks := describe_step_hooks(optimizer)) is not None:
         raise CaptureError(hooks)
     for number, group in enumerate(optimizer.param_groups):
