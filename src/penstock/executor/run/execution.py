@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from penstock.compat.autocast import outside_autocast
 from penstock.compat.autograd import below_autograd, set_grad_enabled
 from penstock.errors import PenstockError, TornStepError, UnlikeEagerError
 from penstock.executor.device.base import Device
@@ -383,7 +384,7 @@ def _restore_modes(device: Device) -> Iterator[None]:
     """Restore the gradient mode at the end, and disable autocast until then."""
     enabled = torch.is_grad_enabled()
     try:
-        with torch.autocast(device.device.type, enabled=False):
+        with outside_autocast(device.device.type):
             yield
     finally:
         set_grad_enabled(enabled)

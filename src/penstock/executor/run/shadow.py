@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.compat.autocast import outside_autocast
 from penstock.errors import stacklevel_of_user
 from penstock.executor.device.base import Device
 from penstock.graph import Kind, Phase, StepGraph
@@ -345,11 +346,16 @@ def _copy_layout(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Ten
     return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-def _enable_autocast(graph: StepGraph) -> torch.autocast:
-    """Return autocast as it was during the capture."""
+@contextlib.contextmanager
+def _enable_autocast(graph: StepGraph) -> Iterator[None]:
+    """Have autocast in the block as it was during the capture."""
     name = graph.metadata.get("autocast")
-    dtype = None if name is None else dtype_from_name(name)
-    return torch.autocast(graph.device, dtype, enabled=name is not None)
+    with outside_autocast(graph.device):
+        if name is None:
+            yield
+        else:
+            with torch.autocast(graph.device, dtype_from_name(name)):
+                yield
 
 
 def _refuse_saved_tensor(_: object) -> torch.Tensor:

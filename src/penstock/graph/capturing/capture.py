@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.compat.autocast import outside_autocast
 from penstock.compat.fake_tensors import FakeTensor, FakeTensorMode
 from penstock.errors import CaptureError
 from penstock.graph.batches import constants_in, is_full_mask, replace_tensors, tensors_in
@@ -144,7 +145,7 @@ def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepG
             with tracer.activate(recorder):
                 result, fsdp = tracer.run(recorder)
                 record = CaptureRecord(recorder, program, is_sharded=bool(sharded.groups))
-                with name_optimizer_in_errors(optimizer):
+                with name_optimizer_in_errors(optimizer), outside_autocast(device):
                     copy.step()
                 fsdp.check(copy.state)
                 places.write_back()

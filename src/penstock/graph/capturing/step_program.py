@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from penstock.compat.autocast import outside_autocast
 from penstock.errors import CaptureError
 from penstock.graph.batches import tensors_in
 from penstock.graph.capturing.hooks import (
@@ -65,7 +66,7 @@ class StepProgram(NamedTuple):
                     storage.kind = Kind.GRADIENT
                     storage.name = f"{storage.name}.grad"
         if self.before_step is not None:
-            with fsdp.replace_norms():
+            with fsdp.replace_norms(), outside_autocast(recorder.device):
                 _run_before_step(self.before_step, recorder, root)
         return result
 
@@ -80,8 +81,10 @@ class StepProgram(NamedTuple):
                         "frozen, or the loss detached?"
                     )
                 recorder.phase = Phase.BACKWARD
-                value.backward()
-                fsdp.after_backward()
+                # As in a loop whose autocast is around forward and loss alone.
+                with outside_autocast(recorder.device):
+                    value.backward()
+                    fsdp.after_backward()
                 total = value.detach() if total is None else total + value.detach()
                 recorder.phase = Phase.FORWARD
         assert total is not None
