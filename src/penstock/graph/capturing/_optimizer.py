@@ -175,10 +175,12 @@ class OptimizerCopy:
             for each in group["params"]
             if each.grad is not None
         ]
-        is_changed = lambda each: (  # noqa: E731
-            storages.of(each).kind is not Kind.PARAMETER or storages.index_of(each) in written
-        )
-        if trained and not any(map(is_changed, trained)):
+        unchanged = [
+            each
+            for each in trained
+            if storages.of(each).kind is Kind.PARAMETER and storages.index_of(each) not in written
+        ]
+        if unchanged and len(unchanged) == len(trained):
             kind = type(self._optimizer).__name__
             raise CaptureError(
                 f"{kind}.step changes none of its parameters, of which {len(trained)} have "
