@@ -4,33 +4,34 @@ import copy
 
 import pytest
 import torch
+from torch import distributed, nn
 
-from _planned import CASES, bound, differences, eager_step, everything, trainee
+from _planned import CASES, Case, bound, differences, eager_step, everything, trainee
+from _ranks import needs_gloo
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE, OPTIMIZER = "mixture", "adamw"
 WHERE = [(1, "host"), (1 / 3, "host"), (1 / 3, "file")]
 
 
-def side_by_side(between, *, share, tier, store, num_steps=3):
+def side_by_side(between, *, share, tier, store, num_steps=3, case=CASE):
     """Train eagerly and as planned, with the same deeds between steps; returns what differs."""
     ends = []
     for planned in (False, True):
-        case = CASES[CASE]
-        model, stepper = trainee(case, OPTIMIZER)
+        model, stepper = trainee(CASES[case], OPTIMIZER)
         kept = {}
         losses = []
         step = None
         if planned:
             step = bound(
-                CASE, OPTIMIZER, model, stepper, share=share, tier=tier, store=store, debug=True
+                case, OPTIMIZER, model, stepper, share=share, tier=tier, store=store, debug=True
             )
         for number in range(num_steps):
             between(model, stepper, number, kept)
             if step is None:
-                losses.append(eager_step(model, stepper, case))
+                losses.append(eager_step(model, stepper, CASES[case]))
             else:
-                losses.append(step(case.batch))
+                losses.append(step(CASES[case].batch))
         ends.append(everything(model, stepper, losses))
         if step is not None:
             step.close()
@@ -154,3 +155,49 @@ def test_two_plans_take_turns(store):
     model, stepper = trainee(case, OPTIMIZER)
     losses = [eager_step(model, stepper, case) for _ in range(5)]
     assert differences(everything(model, stepper, losses), found, "") == []
+
+
+class Normed(nn.Module):
+    """Layers with batch norms whose running statistics are on the device and below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(8, 64) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(2))
+        self.narrow = nn.ModuleList(nn.Linear(64, 8) for _ in range(2))
+
+    def forward(self, x):
+        for wide, norm, narrow in zip(self.wide, self.norms, self.narrow, strict=True):
+            x = x + narrow(norm(wide(x)).relu())
+        return x.square().mean()
+
+
+def test_ordinary_forward_passes_update_running_statistics(store, monkeypatch):
+    """Torch counts no version of them."""
+
+    def forward(model, stepper, number, kept):
+        if number == 2:
+            with torch.no_grad():
+                model(3 * CASES["normed"].batch)
+
+    monkeypatch.setitem(CASES, "normed", Case(Normed, torch.ones(4, 8).tril()))
+    assert side_by_side(forward, case="normed", share=0.4, tier="host", store=store) == []
+
+
+@needs_gloo
+@pytest.mark.parametrize(("share", "tier"), WHERE[1:])
+def test_collectives_between_steps_count(share, tier, store):
+    """Torch counts no version of what they write."""
+
+    def scatter(model, stepper, number, kept):
+        if number == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    distributed.scatter(parameter, [0.9 * parameter])
+
+    options = {"rank": 0, "world_size": 1, "store": distributed.HashStore()}
+    distributed.init_process_group("gloo", **options)
+    try:
+        assert side_by_side(scatter, share=share, tier=tier, store=store) == []
+    finally:
+        distributed.destroy_process_group()

@@ -17,11 +17,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from penstock.compat.collectives import count_collectives
 from penstock.errors import PenstockError
 from penstock.executor.memory.blocks import PlanMemory, copy_elements, narrow_expanded
 from penstock.executor.memory.residency import ResidencyInterval
 from penstock.executor.state._parallel_move import ByteMove, move_in_parallel
-from penstock.graph import Kind, TensorView
+from penstock.graph import Kind, StepGraph, TensorView
 from penstock.graph.bindings import (
     STATE_PREFIX,
     StateEntry,
@@ -29,8 +30,10 @@ from penstock.graph.bindings import (
     find_entries,
     find_initial_fill,
 )
+from penstock.graph.capturing.schemas import UNDECLARED_WRITES
 from penstock.graph.encoding import dtype_from_name, view_memory
 from penstock.graph.fsdp.shards import ShardedModel
+from penstock.graph.step_graph import views_in
 from penstock.memory import Tier
 
 _HOME_TIERS = (Tier.DEVICE, Tier.HOST, Tier.FILE)  # the preferred one first
@@ -81,6 +84,13 @@ class StateBinding:
         self._entries = find_entries(graph, model, loss, optimizer, sharded)
         self._bound: list[_BoundTensor] = []
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        # Between steps a batch norm in training mode changes these without a new version.
+        self._statistics = {
+            storage: torch.empty_like(self._home_of(storage))
+            for storage in _find_running_statistics(graph)
+            if len(self.places.get(storage, [])) > 1
+        }
+        self._num_collectives: int | None = None
         self._eager_steps: list[None] = []
         hook = _note_eager_steps(optimizer, self._eager_steps)
         self._remove_hook = weakref.finalize(self, hook.remove)
@@ -119,10 +129,9 @@ class StateBinding:
         intervals = self.places.get(storage, [])
         if len(intervals) < 2:
             return
-        num_bytes = self._graph.storages[storage].num_bytes
-        home = self._memory.bytes_of(intervals[0], num_bytes)
+        home = self._home_of(storage)
         for interval in intervals[1:]:
-            self._memory.bytes_of(interval, num_bytes).copy_(home)
+            self._memory.bytes_of(interval, home.numel()).copy_(home)
 
     def copy_changes(self, wait: Callable[[], None]) -> set[int]:
         """Copy the user's changes between two steps, in place or by assignment, to all places.
@@ -140,9 +149,9 @@ class StateBinding:
             self._check_home(entry)
             self._bound[index] = self._bind(entry, entry.get())
             changed.add(self._memory.storage_of(entry.view))
-        for storage, versions in self._versions.items():
-            is_old = any(tensor._version != version for tensor, version in versions)
-            if is_old or self._eager_steps:
+        all_may_be_old = bool(self._eager_steps) or self._has_seen_collectives()
+        for storage in self._versions:
+            if all_may_be_old or self._is_old(storage):
                 if not changed:
                     wait()
                 changed.add(storage)
@@ -150,6 +159,20 @@ class StateBinding:
         for storage in changed:
             self.copy_home(storage)
         return changed
+
+    def _has_seen_collectives(self) -> bool:
+        """Return whether ranks may have exchanged tensors since the last step: torch counts no
+        versions of what collectives write.
+        """
+        count = count_collectives()
+        return count is None or count != self._num_collectives
+
+    def _is_old(self, storage: int) -> bool:
+        """Return whether a storage's other places lack a change of its home."""
+        if any(tensor._version != version for tensor, version in self._versions[storage]):
+            return True
+        copy = self._statistics.get(storage)
+        return copy is not None and not torch.equal(copy, self._home_of(storage))
 
     def reshard(self) -> None:
         """Let a sharded model hold its shards, as between steps; no effect on other models."""
@@ -197,7 +220,12 @@ class StateBinding:
         self._remove_hook()
 
     def record_versions(self) -> None:
-        """Record the versions after a step, which are none of the user's changes."""
+        """Record the versions after a step, which are none of the user's changes, and what torch
+        changes without a new one.
+        """
+        self._num_collectives = count_collectives()
+        for storage, copy in self._statistics.items():
+            copy.copy_(self._home_of(storage))
         self._versions = {}
         for entry, tensor, _ in self._bound:
             storage = self._memory.storage_of(entry.view)
@@ -244,10 +272,15 @@ class StateBinding:
     def _storage_name(self, entry: StateEntry) -> str:
         return self._graph.storages[self._memory.storage_of(entry.view)].name
 
+    def _home_of(self, storage: int) -> torch.Tensor:
+        """Return the bytes of a storage's home."""
+        num_bytes = self._graph.storages[storage].num_bytes
+        return self._memory.bytes_of(self.places[storage][0], num_bytes)
+
     def _home_bytes(self, view: TensorView) -> torch.Tensor:
         storage = self._memory.storage_of(view)
-        if num_bytes := self._graph.storages[storage].num_bytes:
-            return self._memory.bytes_of(self.places[storage][0], num_bytes)
+        if self._graph.storages[storage].num_bytes:
+            return self._home_of(storage)
         unplanned = self._memory.view_unplanned(view)
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(unplanned.untyped_storage())
 
@@ -291,6 +324,16 @@ class StateBinding:
                 "another process), which a plan's addresses do not survive: pass copies to other "
                 "processes (tensor.clone()), and bind the plan again"
             )
+
+
+def _find_running_statistics(graph: StepGraph) -> set[int]:
+    """Return the storages that batch norms update, or would in training mode."""
+    return {
+        graph.storage_of_value[view.value]
+        for operator in graph.operators
+        for position in UNDECLARED_WRITES.get(operator.target, ())
+        for view in views_in(operator.args[position])
+    }
 
 
 def _note_eager_steps(optimizer: torch.optim.Optimizer, seen: list[None]) -> RemovableHandle:
