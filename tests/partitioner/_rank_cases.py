@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -172,6 +173,48 @@ def train_together(case: Case) -> dict[str, Any]:
     }
 
 
+def make_adam(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def make_adam_case() -> Case:
+    """A step whose optimizer counts its steps."""
+    model, batch, loss = make("cnn")
+    graph = penstock.capture(model, make_adam(model, 0.1), batch, loss=loss)
+    graph = dataclasses.replace(graph, captured=None)
+    found = partition(graph, devices=2, machine=machine("h100-80gb"), method="batch")
+    return Case("cnn", "batch", graph, found)
+
+
+def train_unlike_ranks(case: Case | None) -> dict[str, Any]:
+    """Train on ranks of which rank 0 alone has state, or alone; two of three steps are ordinary."""
+    model, batch, loss = make("cnn")
+    is_first = case is None or not distributed.get_rank()
+    optimizer = make_adam(model, 0.1 if is_first else 0.01)
+    ordinary = functools.partial(
+        eager_step, model, optimizer, _zoo.Case(lambda: model, batch, loss)
+    )
+    step = ordinary
+    if is_first:
+        ordinary(), ordinary()
+    refused = ""
+    if case is not None:
+        mesh = init_device_mesh("cpu", case.partition.mesh)
+        constants = case.graph.metadata["hyper_parameters"] | {"a number": distributed.get_rank()}
+        unlike = case.graph.metadata | {"hyper_parameters": constants}
+        for graph in (dataclasses.replace(case.graph, metadata=unlike), case.graph):
+            try:
+                made = apply(case.partition, model, mesh, graph=graph, optimizer=optimizer)
+            except GraphFileError as error:
+                refused = str(error)
+            else:
+                step = functools.partial(made, batch)
+    loss = step().item()
+    counts = [state["step"].item() for state in optimizer.state.values()]
+    counts += [each.item() for each in model.buffers() if not each.dim()]
+    return {"seen": [loss, optimizer.param_groups[0]["lr"], *counts], "refused": refused}
+
+
 def refuse_mesh(case: Case) -> str:
     """The error of a mesh with other levels."""
     model, _, _ = make(case.name)
@@ -253,9 +296,9 @@ def resume_cases(cases: list[Saved], folder: Path) -> list[dict[str, Any]]:
     return [*map(resume, cases)]
 
 
-def run_cases(cases: list[Case], saved: list[Saved], folder: Path) -> list[Any]:
+def run_cases(cases: list[Case], saved: list[Saved], adam: Case, folder: Path) -> list[Any]:
     """Train each case on the ranks of this process's group; save the state of some."""
     distributed.init_process_group("gloo")
     for each in saved:
         save_checkpoint(each)
-    return [*map(train_together, cases), refuse_mesh(cases[0])]
+    return [*map(train_together, cases), train_unlike_ranks(adam), refuse_mesh(cases[0])]

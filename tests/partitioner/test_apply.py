@@ -34,8 +34,11 @@ def test_ranks_train_as_one_process_does(tmp_path: Path):
     cases = [_rank_cases.make_case(*case, NUM_RANKS) for case in CASES]
     names = {case: str(tmp_path / "-".join(case)) for case in RESUMED}
     saved = [_rank_cases.Saved(cases[CASES.index(case)], path) for case, path in names.items()]
-    work = functools.partial(_rank_cases.run_cases, cases, saved)
-    for *results, refused in spawn(work, NUM_RANKS, tmp_path):
+    work = functools.partial(_rank_cases.run_cases, cases, saved, _rank_cases.make_adam_case())
+    alone = _rank_cases.train_unlike_ranks(None)
+    for *results, unlike, refused in spawn(work, NUM_RANKS, tmp_path):
+        assert unlike["seen"] == pytest.approx(alone["seen"], rel=TOLERANCE)
+        assert "a number was 0 on rank 0 and 1 on rank 1" in unlike["refused"]
         assert "mesh" in refused
         assert str(cases[0].partition.mesh) in refused
         for case, found in zip(CASES, results, strict=True):

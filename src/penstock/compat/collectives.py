@@ -19,7 +19,7 @@ def count_collectives() -> int | None:
     for group in distributed.distributed_c10d._world.pg_map:  # pyright: ignore
         for device in group._device_types:
             try:
-                count += group._get_backend(device)._get_sequence_number_for_group()
+                count += group._get_backend(device)._get_sequence_number_for_group()  # pyright: ignore
             except RuntimeError:
                 return None
     return count

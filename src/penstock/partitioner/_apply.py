@@ -25,7 +25,6 @@ from penstock.graph.bindings import (
     bind_group_tensors,
     bind_numbers,
     find_entries,
-    find_initial_fill,
 )
 from penstock.graph.capturing.step_program import StepProgram
 from penstock.graph.encoding import dtype_from_name
@@ -40,6 +39,7 @@ from penstock.partitioner._mesh import PARTIAL, REPLICATED, Placement
 from penstock.partitioner._partition import Partition
 from penstock.partitioner._rank import RankStep, write_rank
 from penstock.partitioner._rank_builder import RankExchange
+from penstock.partitioner._rank_numbers import RankNumbers, share_numbers
 from penstock.partitioner.axes import find_axes
 
 
@@ -55,8 +55,8 @@ def apply(
     """Put a partition into effect: distribute model and optimizer, and return this rank's step.
 
     Called by every rank, as torchrun starts them. Parameters and buffers, and the optimizer's
-    state, become DTensors; what rank 0 has of them counts. The optimizer's groups hold the new
-    parameters.
+    state, become DTensors. What rank 0 has of them counts, also where it has no state yet, as do
+    the numbers of its optimizer's groups. The groups hold the new parameters.
 
     Example:
         >>> mesh = init_device_mesh("cpu", found.mesh)  # doctest: +SKIP
@@ -82,7 +82,8 @@ def apply(
         PlanError: The partition is for another graph (rule `"graph"`), or an operator cannot run
             on pieces, or a tensor rest in them: the message names it (`"operator"`,
             `"placement"`). Nothing has been distributed.
-        GraphFileError: The graph is of another model or optimizer.
+        GraphFileError: The graph is of another model or optimizer, or ranks have captured it with
+            other numbers of the optimizer's groups.
     """
     sizes = tuple(mesh.mesh.shape)
     coordinates = mesh.get_coordinate()
@@ -99,7 +100,7 @@ def apply(
     placed = {each.name: distribution.placements(each.name) for each in entries}
     program = StepProgram(model, None, cast(Any, loss))
     Guards(graph, program, optimizer).check()
-    distribution.run(entries, placed, optimizer)
+    distribution.run(entries, placed, optimizer, share_numbers(graph, entries, optimizer))
     if any(each.random for each in graph.operators):
         _share_random_state()
     entries = find_entries(rank.graph, model, loss, optimizer, ShardedModel(nn.Module()))
@@ -307,20 +308,22 @@ class _Distribution:
         entries: list[StateEntry],
         placements: dict[str, tuple[Any, ...]],
         optimizer: torch.optim.Optimizer,
+        first: RankNumbers,
     ) -> None:
-        """Put DTensors into model and optimizer."""
+        """Put DTensors, and the numbers of rank 0, into model and optimizer."""
         made: dict[int, DTensor] = {}
         replaced: dict[int, nn.Parameter] = {}
         new_state: dict[nn.Parameter, dict[str, Any]] = {}
         for entry in entries:
             old, storage = entry.get_whole(), self.storage(entry.name)
             if entry.owner is not None:
-                new = self._state(entry, placements[entry.name])
+                new = self._state(entry, placements[entry.name], first)
                 owner = replaced.get(id(entry.owner), entry.owner)
                 new_state.setdefault(owner, {})[entry.key] = new  # pyright: ignore
                 continue
             assert old is not None
-            if not self.graph.num_bytes(self.graph.tensors[entry.name].value):
+            if entry.name in first.counts:
+                old.detach().copy_(first.counts[entry.name])
                 continue
             if storage not in made or made[storage].shape != old.shape:
                 made[storage] = self._distribute(entry.name, old, placements[entry.name])
@@ -359,18 +362,28 @@ class _Distribution:
             stride=view.stride,
         )
 
-    def _state(self, entry: StateEntry, placements: tuple[Any, ...]) -> Any:
-        """Return state in its placement; state that does not exist yet is made in pieces."""
-        name, old = entry.name, entry.get_whole()
+    def _state(
+        self, entry: StateEntry, placements: tuple[Any, ...], first: RankNumbers
+    ) -> torch.Tensor:
+        """Return state in its placement; state that rank 0 does not have is made in pieces."""
+        name = entry.name
         is_number = not self.graph.num_bytes(self.graph.tensors[name].value)
-        if old is not None:
-            return old if is_number else self._distribute(name, old, placements)
-        part = self.rank.graph.tensors[name]
+        if name in first.fills:
+            made = self._allocate(self.rank.graph, entry).fill_(first.fills[name])
+            return made if is_number else self._wrap(name, made, placements)
+        old = entry.get_whole()
+        old = self._allocate(self.graph, entry) if old is None else old
+        if is_number:
+            return old.copy_(first.counts[name])
+        return self._distribute(name, old, placements)
+
+    def _allocate(self, graph: StepGraph, entry: StateEntry) -> torch.Tensor:
+        """Return an empty tensor for state, whole or this rank's piece as a graph has it."""
+        view = graph.tensors[entry.name]
+        is_number = not graph.num_bytes(view.value)
         device = torch.device("cpu") if is_number else entry.owner.device  # pyright: ignore
-        local = torch.empty_strided(
-            part.shape, part.stride, dtype=dtype_from_name(part.dtype), device=device
-        ).fill_(find_initial_fill(self.graph, name))
-        return local if is_number else self._wrap(name, local, placements)
+        dtype = dtype_from_name(view.dtype)
+        return torch.empty_strided(view.shape, view.stride, dtype=dtype, device=device)
 
 
 def _share_random_state() -> None:
