@@ -134,6 +134,15 @@ def test_what_cannot_be_checked_is_warned_of(tmp_path):
         step(X)
 
 
+def test_a_number_that_changes_is_warned_of_where_nothing_is_checked():
+    scale = [1.0]
+    *_, step = trainee(lambda: scale[0], shadow=0)
+    step(X)
+    scale[0] = 0.5
+    with pytest.warns(UserWarning, match=r"scale\[0\] changed since .* shadow=0"):
+        step(X)
+
+
 def test_a_counter_that_matters_later_is_noticed():
     def count():
         number = 0
@@ -159,7 +168,7 @@ def test_losses_are_compared(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     arguments = {"device_memory": "64MiB", "shadow": 1, "loss": loss_of}
     step = penstock.fit(model, optimizer, X, **arguments, **OPTIONS)
-    monkeypatch.setattr("penstock.executor.run.shadow.verify", lambda *_: None)
+    monkeypatch.setattr("penstock.executor.run.shadow.verify_again", lambda *_: None)
     losses = [step(X)]
     before = everything(model, optimizer, losses)
     held[0] = 2.0
@@ -182,7 +191,7 @@ class Classifier(nn.Module):
 
 
 def test_losses_of_products_in_slices_may_differ_by_rounding(monkeypatch):
-    monkeypatch.setattr("penstock.executor.run.shadow.verify", lambda *_: None)
+    monkeypatch.setattr("penstock.executor.run.shadow.verify_again", lambda *_: None)
     batch = {"x": torch.randn(700, 64), "labels": torch.randint(0, 3000, (700,))}
     found = []
     slices = {"device_memory": "6MiB", "host_memory": "1GiB", "split_products": True}

@@ -16,7 +16,7 @@ from _ranks import NUM_RANKS, needs_gloo, spawn
 pytest.importorskip("torch.distributed.tensor", reason="this torch was built without distributed")
 
 import penstock
-from penstock.errors import InfeasibleError, PenstockError
+from penstock.errors import CaptureError, InfeasibleError, PenstockError
 from penstock.graph import StepGraph
 from penstock.memory import machine
 from penstock.partitioner import Partition, check, partition
@@ -32,6 +32,7 @@ from penstock.partitioner.axes import find_axes
 WIDTH, NUM_LAYERS, NUM_STEPS = 64, 4, 4
 BUDGET = 56 * 2**10
 MACHINE = machine("h200")
+POWER = [2]  # of the loss, a Python number of the program
 TOLERANCE = 1e-6  # relative, of float32 sums of 64 numbers in another order
 
 
@@ -44,7 +45,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
 
 
 def square(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
+    return output.pow(POWER[0]).mean()
 
 
 def capture() -> StepGraph:
@@ -98,6 +99,10 @@ def train_rank(found: Partition, folder: Path) -> dict[str, Any]:
         partition=found,
     ) as step:
         losses = train(step, batch)
+        POWER[0] = 3
+        with pytest.raises(CaptureError, match="is 3 and was 2"):
+            step(batch)
+        POWER[0] = 2
         with pytest.raises(PenstockError, match="several devices"):
             step.add(batch[:2])
         report = step.report()

@@ -8,7 +8,9 @@ strategy for many operators.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, cast
 
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from penstock.compat.placements import GATHERS_STRIDED
-from penstock.errors import GraphFileError, PenstockError, PlanError
+from penstock.errors import GraphFileError, PenstockError, PlanError, stacklevel_of_user
 from penstock.graph.bindings import (
     StateEntry,
     bind_batch,
@@ -33,6 +35,7 @@ from penstock.graph.fsdp.shards import ShardedModel, is_sharded, local_of
 from penstock.graph.guards import Guards
 from penstock.graph.reference import ReferenceRun
 from penstock.graph.step_graph import StepGraph
+from penstock.graph.verification import verify_again
 from penstock.memory import Ledger, Tier
 from penstock.partitioner._layout import cut_tensor, torch_placements
 from penstock.partitioner._mesh import PARTIAL, REPLICATED, Placement
@@ -72,7 +75,8 @@ def apply(
         mesh: Ranks, in the levels of the partition: `init_device_mesh("cuda", partition.mesh)`.
         graph: The step that was partitioned.
         optimizer: Its optimizer; state that does not exist yet is made, in pieces.
-        loss: The loss, if it is a module with parameters or buffers.
+        loss: The loss, as given to `penstock.capture`, if it is a module with parameters or
+            buffers, or reads Python numbers that may change.
 
     Returns:
         The step: `loss = step(batch)`, with the batch of all ranks together on each of them.
@@ -105,7 +109,7 @@ def apply(
         _share_random_state()
     entries = find_entries(rank.graph, model, loss, optimizer, ShardedModel(nn.Module()))
     guards = Guards(graph, program, optimizer)
-    return PartitionedStep(partition, rank, distribution, entries, optimizer, guards)
+    return PartitionedStep(partition, rank, distribution, entries, optimizer, guards, program)
 
 
 class PartitionedStep:
@@ -127,6 +131,7 @@ class PartitionedStep:
         entries: list[StateEntry],
         optimizer: torch.optim.Optimizer,
         guards: Guards,
+        program: StepProgram,
     ) -> None:
         self.partition = partition
         self.graph = rank.graph
@@ -136,6 +141,7 @@ class PartitionedStep:
         self._entries = entries
         self._optimizer = optimizer
         self._guards = guards
+        self._program = program
 
     @property
     def peak_device_bytes(self) -> int:
@@ -211,15 +217,40 @@ class PartitionedStep:
         whole = bind_batch(self._distribution.graph, batch)
         return {name: self._distribution.cut(name, each) for name, each in whole.items()}
 
+    def check_numbers(self, changed: list[str], program: StepProgram) -> None:
+        """Compare a program, some of whose Python numbers have changed, with the captured step.
+
+        Args:
+            changed: Names of these numbers; without any nothing is compared.
+            program: The program with a batch of all ranks.
+
+        Raises:
+            CaptureError: It is another step now.
+        """
+        graph = self._distribution.graph
+        if not changed:
+            return
+        if graph.captured is None or (graph.captured.has_loss and program.loss is None):
+            warnings.warn(
+                f"{', '.join(changed[:3])} changed since the step was captured, and steps go on as "
+                "captured, without a check: the graph was not captured in this process, or apply "
+                "was not given the loss=",
+                stacklevel=stacklevel_of_user(),
+            )
+            return
+        with self._distribution.hold_whole_shapes(self._entries):
+            verify_again(graph, program)
+
     def __call__(self, batch: Any) -> torch.Tensor:
         """Train on a batch, which is that of all ranks together; return its loss.
 
         Raises:
             ValueError: The batch has another form than the captured one.
             GraphFileError: Model or optimizer are not as they were captured.
+            CaptureError: A Python number has changed, and with it what the program does.
             RankError: A collective has failed, as when another rank has ended.
         """
-        self._guards.check()
+        self.check_numbers(self._guards.check(), self._program._replace(batch=batch))
         self._guards.accept_numbers()
         tensors = self.cut_batch(batch)
         tensors |= {each.name: each.take(self.graph) for each in self._entries}
@@ -342,6 +373,29 @@ class _Distribution:
         optimizer.state.clear()
         for parameter, state in (*rest.items(), *new_state.items()):
             optimizer.state.setdefault(parameter, {}).update(state)
+
+    @contextlib.contextmanager
+    def hold_whole_shapes(self, entries: list[StateEntry]) -> Iterator[None]:
+        """Let modules hold whole tensors of the meta device in the place of DTensors."""
+        held = [(each, each.get_whole()) for each in entries if each.owner is None]
+        made: dict[int, torch.Tensor] = {}  # a parameter may have several names
+        try:
+            for entry, tensor in held:
+                if not isinstance(tensor, DTensor):
+                    continue
+                if id(tensor) not in made:
+                    view = self.graph.tensors[entry.name]
+                    whole = torch.empty_strided(
+                        view.shape, view.stride, dtype=tensor.dtype, device="meta"
+                    )
+                    if isinstance(tensor, nn.Parameter):
+                        whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = whole
+                entry.holder()[entry.key] = made[id(tensor)]
+            yield
+        finally:
+            for entry, tensor in held:
+                entry.holder()[entry.key] = tensor
 
     def _distribute(self, name: str, tensor: torch.Tensor, placements: tuple[Any, ...]) -> DTensor:
         """Return a tensor of the user's as a DTensor: what rank 0 has counts."""

@@ -81,6 +81,7 @@ class Execution:
     ) -> None:
         self._plan, self._captured = planned
         self._graph = self._plan.planned_graph(self._captured)
+        self._program = program
         self._optimizer = optimizer
         self._device = blocks.device
         self.ledger = Ledger()
@@ -214,6 +215,9 @@ class Execution:
             )
         self.state.reshard()
         changed_numbers = self._guards.check()
+        if self._partitioned is not None:
+            self._partitioned.check_numbers(changed_numbers, self._program._replace(batch=batch))
+            changed_numbers = []
         given = self._bind_batch(batch) | bind_group_tensors(self._graph, self._optimizer)
         numbers = bind_numbers(self._graph, self._optimizer)
         changed = self.state.copy_changes(self.drain)

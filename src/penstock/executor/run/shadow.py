@@ -21,16 +21,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.compat.autocast import outside_autocast
 from penstock.errors import stacklevel_of_user
 from penstock.executor.device.base import Device
 from penstock.graph import Kind, Phase, StepGraph
 from penstock.graph.batches import is_full_mask, replace_tensors, tensors_in
-from penstock.graph.capturing.capture import verify
 from penstock.graph.capturing.module_state import preserve_modules
 from penstock.graph.capturing.step_program import StepProgram
-from penstock.graph.encoding import dtype_from_name
 from penstock.graph.executable import find_last_uses
+from penstock.graph.verification import enable_autocast, verify_again
 from penstock.memory import Tier, available_ram
 from penstock.planner import Plan
 from penstock.units import format_bytes
@@ -92,7 +90,7 @@ class Shadow:
             CaptureError: The program does not do what was captured.
         """
         number = self._num_begun + 1
-        is_due, is_suspect = self._is_due(number), bool(changed_numbers) and self._every != 0
+        is_due, is_suspect = self._is_due(number), bool(changed_numbers)
         self.is_postponed = False
         if not (is_due or is_suspect):
             return None
@@ -111,7 +109,7 @@ class Shadow:
         begin = time.perf_counter()
         program = self._program._replace(batch=batch, accumulate=graph.captured.accumulate)
         try:
-            with torch.inference_mode(False), _enable_autocast(graph):
+            with torch.inference_mode(False), enable_autocast(graph):
                 if (is_due and has_time) or (is_suspect and not self.is_postponed):
                     self._capture_again(graph, program)
                     self.is_postponed = False
@@ -136,7 +134,7 @@ class Shadow:
     def repeat(self, graph: StepGraph, device: Device, batch: Any) -> torch.Tensor | None:
         """Call the program eagerly once more, for a step whose loss differed."""
         program = self._program._replace(batch=batch, accumulate=graph.captured.accumulate)
-        with _enable_autocast(graph):
+        with enable_autocast(graph):
             return self._call_eagerly(program, graph, device)
 
     def give_up(self, reason: str) -> None:
@@ -163,6 +161,8 @@ class Shadow:
 
     def _can_check(self, graph: StepGraph) -> bool:
         captured = graph.captured
+        if self._every == 0:
+            return False
         if captured is None:
             self._left_out = "the graph was not captured in this process"
         elif captured.is_sharded:
@@ -186,12 +186,7 @@ class Shadow:
         return self._num_captures < 2 * number.bit_length()
 
     def _capture_again(self, graph: StepGraph, program: StepProgram) -> None:
-        like = lambda tensor, path: _copy_layout(graph, tensor, path)  # noqa: E731
-        verify(
-            graph.captured,
-            program._replace(batch=replace_tensors(program.batch, "batch", like)),
-            graph.device,
-        )
+        verify_again(graph, program)
         self._num_captures += 1
 
     def _has_room(self, graph: StepGraph, plan: Plan) -> bool:
@@ -332,30 +327,6 @@ def _copy_to_device(root: nn.Module, device: torch.device) -> None:
                     if isinstance(tensor, nn.Parameter):
                         copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
                     held[key] = copy  # pyright: ignore[reportArgumentType]
-
-
-def _copy_layout(graph: StepGraph, tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Return a tensor with the captured strides, and no full mask if the graph is for any mask."""
-    view = graph.tensors[path]
-    if path not in graph.metadata.get("full_masks", ()) and is_full_mask(tensor):
-        tensor = tensor.clone()
-        tensor[0, -1] = 0
-    if tensor.stride() == view.stride:
-        return tensor
-    made = torch.empty_strided(view.shape, view.stride, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def _enable_autocast(graph: StepGraph) -> Iterator[None]:
-    """Have autocast in the block as it was during the capture."""
-    name = graph.metadata.get("autocast")
-    with outside_autocast(graph.device):
-        if name is None:
-            yield
-        else:
-            with torch.autocast(graph.device, dtype_from_name(name)):
-                yield
 
 
 def _refuse_saved_tensor(_: object) -> torch.Tensor:
