@@ -65,6 +65,20 @@ def test_a_model_without_such_a_number_is_not_said_to_be_exact():
     assert report.jobs[0].state == "finished"
 
 
+class Router(nn.Linear):
+    """A linear layer that returns scores beside its product, as Llama 4 has them."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.sigmoid(), y
+
+
+def test_a_linear_layer_that_returns_more_than_rows_is_not_compared():
+    sizes = find_row_sizes(nn.Sequential(nn.Linear(32, 32), Router(32, 4)), 64)
+    assert not sizes.is_exact
+    assert sizes.reason == "Router returns more than rows, which were not compared"
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 6])
 @pytest.mark.parametrize("width", [32, 48, 80, 1000])
 def test_threads_shares_of_element_wise_kernels_are_whole_vectors(threads, width):

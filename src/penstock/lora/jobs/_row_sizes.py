@@ -74,6 +74,9 @@ def find_row_sizes(model: nn.Module, max_tokens: int) -> RowSizes:
         return RowSizes((fallback,), is_exact=False, reason=reason)
     exact = set(candidates)
     for layer in products:
+        if not _returns_rows(layer):
+            reason = f"{type(layer).__name__} returns more than rows, which were not compared"
+            return RowSizes(tuple(candidates), is_exact=False, reason=reason)
         exact &= _probe(layer, candidates)
         if not exact:
             shape = "{} -> {}".format(*_features(layer))
@@ -126,6 +129,17 @@ def _features(layer: Any) -> tuple[int, int]:
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     return layer.weight.shape[0], layer.weight.shape[1]  # Transformers' Conv1D
+
+
+def _returns_rows(layer: Any) -> bool:
+    """Return whether a layer makes a row of each row; routers that are linear layers do not."""
+    width, num_out = _features(layer)
+    try:
+        with torch.no_grad():
+            y = layer(layer.weight.new_zeros(1, 2, width))
+    except Exception:  # it is called in a way of its own
+        return False
+    return isinstance(y, Tensor) and y.shape == (1, 2, num_out)
 
 
 def _probe(layer: Any, candidates: Sequence[int]) -> set[int]:
