@@ -191,17 +191,15 @@ def train_unlike_ranks(case: Case | None) -> dict[str, Any]:
     model, batch, loss = make("cnn")
     is_first = case is None or not distributed.get_rank()
     optimizer = make_adam(model, 0.1 if is_first else 0.01)
-    ordinary = functools.partial(
-        eager_step, model, optimizer, _zoo.Case(lambda: model, batch, loss)
-    )
-    step = ordinary
-    if is_first:
-        ordinary(), ordinary()
+    alone = _zoo.Case(lambda: model, batch, loss)
+    step = functools.partial(eager_step, model, optimizer, alone)
+    for _ in range(2 * is_first):
+        step()
     refused = ""
     if case is not None:
         mesh = init_device_mesh("cpu", case.partition.mesh)
         constants = case.graph.metadata["hyper_parameters"] | {"a number": distributed.get_rank()}
-        unlike = case.graph.metadata | {"hyper_parameters": constants}
+        unlike = {**case.graph.metadata, "hyper_parameters": constants}
         for graph in (dataclasses.replace(case.graph, metadata=unlike), case.graph):
             try:
                 made = apply(case.partition, model, mesh, graph=graph, optimizer=optimizer)
