@@ -52,8 +52,9 @@ def share_numbers(
         _compare_constants(first.constants, other.constants, rank)
     for group, given in zip(optimizer.param_groups, first.groups, strict=True):
         for key, value in given.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].copy_(torch.as_tensor(value))
+            own = group.get(key)
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+                own.copy_(value)
             else:
                 group[key] = value
     return first
