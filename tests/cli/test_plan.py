@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import graph_cases
 import penstock.graph
 import penstock.memory
+import penstock.report
 from fork_servers import find_python
 from penstock.cli import _plan, app
 from penstock.cli._models import SHAPES, ModelError, ModelOptions, load_graph
@@ -66,6 +67,39 @@ def test_a_saved_graph_is_planned_and_everything_written(saved, tmp_path):
     assert plan.method == "auto"
     assert json.loads(files["trace.json"].read_text())["traceEvents"]
     assert files["plan.png"].stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong"),
+    [
+        ("plan", ("--save", "/proc/x.json")),
+        ("plan", ("--save-graph", "/proc/x.json")),
+        ("plan", ("--picture", "/proc/x.png")),
+        ("partition", ("--save", "/proc/x.json")),
+        ("partition", ("--picture", "x.txt")),
+        ("explain", ("--picture", "x.txt")),
+    ],
+)
+def test_results_that_cannot_be_written_are_refused_first(command, wrong):
+    if wrong[0] == "--picture":
+        pytest.importorskip("matplotlib")
+    result = CliRunner().invoke(app, [command, "no_such_module:make", *wrong])
+    assert result.exit_code == 2
+    assert f"penstock {command}: {wrong[0]} {wrong[1]}: " in result.stderr
+
+
+@pytest.mark.usefixtures("on_a_machine")
+def test_a_result_that_fails_leaves_the_others(saved, tmp_path, monkeypatch):
+    def fail(graph, plan, path):
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(penstock.report, "draw_plan", fail)
+    options = ("--device-memory", "60%", "--time-limit", "0.3", "--machine", "test")
+    picture, trace = tmp_path / "plan.png", tmp_path / "trace.json"
+    code, out, err = run(saved, *options, "--picture", picture, "--trace", trace)
+    assert code == 2
+    assert f"penstock plan: the picture {picture} could not be written: no luck\n" in err
+    assert f"trace: {trace}" in out and trace.exists() and "picture:" not in out
 
 
 @pytest.mark.usefixtures("on_a_machine")

@@ -14,6 +14,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -135,6 +136,8 @@ def test_version():
         (["--device-memory", "8G", "."], "--device-memory must be"),
         (["--report", "{file}/x.json", "."], "--report"),
         (["--trace", "{directory}", "."], "--trace"),
+        (["--picture", "/proc/x.png", "."], "--picture /proc/x.png: cannot be written"),
+        (["--picture", "{directory}/x.txt", "."], "no picture is written as '.txt'"),
         (["--plan", "."], "--plan needs --device-memory"),
         (["--plan", "--device-memory", "8GiB", "--trace", "x.json", "."], "--trace and --picture"),
     ],
@@ -390,7 +393,7 @@ def test_a_script_that_does_not_train_has_not_been_planned():
         refusal = pytest.raises(_script.NothingPlannedError, match="nothing was planned")
         with contextlib.nullcontext() if is_optional else refusal, planning.running():
             pass
-        entries, (line,) = planning.results()
+        entries, (line,), _ = planning.results()
         assert entries == {"planned": []}
         assert "nothing was planned" in line
 
@@ -482,6 +485,34 @@ def test_processes_that_a_script_starts(store: Path, tmp_path: Path):
     assert (report["rank"], report["exit_code"]) == ("1", 0)
 
 
+class ModeOfBrokenPictures:
+    has_trained = True
+
+    def results(self):
+        def draw(path):
+            raise RuntimeError("no luck")
+
+        return {}, ["trained"], {"picture": (Path("x.png"), draw)}
+
+
+@pytest.mark.parametrize("name", ["out.json", "-"])
+def test_a_picture_that_fails_leaves_the_report(name: str, tmp_path: Path, monkeypatch, capsys):
+    """And "-" is standard output."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    options = _run._resolve(_run.RunOptions(script="train.py", report=Path(name)))
+    mode: Any = ModeOfBrokenPictures()
+    _run._write_results(options, mode, {}, _script.Ending(0), 1.0)
+    shown = capsys.readouterr()
+    written = shown.out if name == "-" else (tmp_path / name).read_text()
+    assert json.loads(written)["target"] == "train.py"
+    assert "penstock run: the picture x.png could not be written: no luck\n" in shown.err
+    assert "Traceback" not in shown.err and "picture in" not in shown.err
+    assert {path.name for path in tmp_path.glob("*")} == {"train.py", name} - {"-"}
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -498,7 +529,7 @@ def test_where_a_rank_writes(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert _run._resolve_path(tmp_path / "out.json", "--report") == tmp_path / expected
+    assert _run._resolve_path(tmp_path / "out.json") == tmp_path / expected
 
 
 def test_ctrl_c_ends_with_130_and_a_report(store: Path, tmp_path: Path, script: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import typer
 
 from penstock.cli._functions import import_function
 from penstock.cli._options import NEEDS_VIZ, file_option, name_option, number_option
+from penstock.cli._results import check_results, write_results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +57,12 @@ def explain(options: ExplainOptions) -> None:
     """
     from penstock import iomodel, memory
 
+    check_results(picture=options.picture)
     function = import_function(options.function)
     base = None if options.base is None else import_function(options.base)
     machine = None if options.machine is None else memory.machine(options.machine)
     report = iomodel.explain(function, base=base, machine=machine, repetitions=options.repetitions)
-    if options.picture is not None:
-        report.draw(options.picture)
     print(json.dumps(report.to_dict(), indent=2) if options.as_json else report)
+    done = write_results("penstock explain", {"picture": (options.picture, report.draw)})
+    if options.picture is not None and not done:
+        sys.exit(2)

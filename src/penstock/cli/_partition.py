@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,12 +21,8 @@ from penstock.cli._options import (
     size_option,
 )
 from penstock.cli._plan import parse_device_memory
+from penstock.cli._results import check_results, show_results
 from penstock.units import format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from penstock.partitioner import Partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +80,9 @@ def _show_partition(options: PartitionOptions) -> None:
     from penstock.partitioner import check
     from penstock.partitioner import partition as find_partition
     from penstock.planner.paging import peak_of_program_order
-    from penstock.report import frontier_table, partition_map
+    from penstock.report import draw_frontier, frontier_table, partition_map
 
+    check_results(save=options.save, save_graph=options.save_graph, picture=options.picture)
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     with err.status(f"Capturing a training step of {options.model}"):
         graph = load_graph(options.model, options)
@@ -113,17 +110,11 @@ def _show_partition(options: PartitionOptions) -> None:
     unicode = (out.encoding or "utf-8").lower().startswith("utf")
     sys.stdout.write(f"{found}\n\n{frontier_table(found, unicode=unicode)}\n\n")
     sys.stdout.write(f"{partition_map(graph, found)}\n")
-    _write_files(options, found, out)
-
-
-def _write_files(options: PartitionOptions, found: Partition, out: Console) -> None:
-    from penstock.report import draw_frontier
-
-    if options.save is not None:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        found.save(options.save)
-    if options.picture is not None:
-        draw_frontier(found, options.picture, title=f"{options.model}, {options.devices} devices")
-    for name, path in {"partition": options.save, "picture": options.picture}.items():
-        if path is not None:
-            out.print(f"{name}: {path}", soft_wrap=True)
+    title = f"{options.model}, {options.devices} devices"
+    show_results(
+        "penstock partition",
+        {
+            "partition": (options.save, found.save),
+            "picture": (options.picture, lambda path: draw_frontier(found, path, title=title)),
+        },
+    )

@@ -27,7 +27,9 @@ from penstock.cli._options import (
     number_option,
     size_option,
 )
+from penstock.cli._results import check_results, show_results
 from penstock.errors import InfeasibleError
+from penstock.memory.files import replace_file
 from penstock.units import format_bytes, format_seconds, parse_bytes, parse_share
 
 if TYPE_CHECKING:
@@ -153,6 +155,12 @@ def _show_plans(options: PlanOptions) -> None:
     from penstock.memory import machine, probe
     from penstock.planner.paging import peak_of_program_order
 
+    check_results(
+        save=options.save,
+        save_graph=options.save_graph,
+        trace=options.trace,
+        picture=options.picture,
+    )
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     with err.status(f"Capturing a training step of {options.model}"):
         graph = load_graph(options.model, options)
@@ -203,17 +211,18 @@ def _run_one(captured: CapturedModel, out: Console, err: Console) -> None:
     columns = max(20, min(out.width, 100) - 14)
     out.print()
     out.print(plan_blocks(captured.graph, plan, num_columns=columns, unicode=unicode))
-    if options.save is not None:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        plan.save(options.save)
-    if options.trace is not None:
-        write_plan_trace(captured.graph, plan, options.trace, title=f"{options.model}, planned")
-    if options.picture is not None:
-        draw_plan(captured.graph, plan, options.picture)
-    results = {"plan": options.save, "trace": options.trace, "picture": options.picture}
-    for name, path in results.items():
-        if path is not None:
-            out.print(f"{name}: {path}", soft_wrap=True)
+    graph, title = captured.graph, f"{options.model}, planned"
+    show_results(
+        "penstock plan",
+        {
+            "plan": (options.save, plan.save),
+            "trace": (
+                options.trace,
+                lambda path: write_plan_trace(graph, plan, path, title=title),
+            ),
+            "picture": (options.picture, lambda path: draw_plan(graph, plan, path)),
+        },
+    )
 
 
 @contextmanager
@@ -265,13 +274,14 @@ def _run_sweep(captured: CapturedModel, out: Console, err: Console) -> None:
         share = f"{sweep.minimum_bytes / captured.peak_bytes:.2f}"
         table.add_row("none", f"below {format_bytes(sweep.minimum_bytes)}", share, "", "", "")
     out.print(table)
-    if options.picture is not None:
-        draw_sweep(sweep, options.picture)
-        out.print(f"picture: {options.picture}", soft_wrap=True)
-    if options.save is not None:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text(json.dumps(sweep.to_dict(), indent=1) + "\n")
-        out.print(f"points: {options.save}", soft_wrap=True)
+    text = json.dumps(sweep.to_dict(), indent=1) + "\n"
+    show_results(
+        "penstock plan",
+        {
+            "points": (options.save, lambda path: replace_file(path, text)),
+            "picture": (options.picture, lambda path: draw_sweep(sweep, path)),
+        },
+    )
 
 
 def _sweep_memory(captured: CapturedModel, err: Console) -> Sweep:

@@ -9,7 +9,6 @@ every end of the script, also after an exception or Ctrl-C.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import logging
@@ -29,9 +28,16 @@ from penstock.cli._options import (
     file_option,
     size_option,
 )
+from penstock.cli._results import (
+    STANDARD_OUTPUT,
+    check_results,
+    write_results,
+    write_text,
+)
 from penstock.cli._script import Ending, Offloading, Planning, Script, run_script, say
 from penstock.cli._vector_math import settle_vector_math
 from penstock.errors import PenstockError
+from penstock.memory.files import is_replaceable
 from penstock.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -96,7 +102,10 @@ class RunOptions:
         float, typer.Option(metavar="SECONDS", help="For planning, with --plan.")
     ] = 60
     report: Annotated[
-        Path | None, file_option("Write what happened as JSON, also when the script fails.")
+        Path | None,
+        file_option(
+            "Write what happened as JSON, also when the script fails; - is standard output."
+        ),
     ] = None
     trace: Annotated[Path | None, file_option(f"Write the last step as a trace; {OPEN_TRACE}")] = (
         None
@@ -233,34 +242,23 @@ def _resolve(options: RunOptions) -> RunOptions:
         raise LaunchError("--plan needs --device-memory, such as 8GiB: what a step may take")
     if options.is_planned and (options.trace or options.picture):
         raise LaunchError("--trace and --picture show offloading; with --plan there is --report")
-    if options.picture and importlib.util.find_spec("matplotlib") is None:
-        raise LaunchError("--picture needs matplotlib: pip install 'penstock[viz]'")
-    return dataclasses.replace(
-        options,
-        store=options.store or os.environ.get(STORE_VARIABLE) or None,
-        report=_resolve_path(options.report, "--report"),
-        trace=_resolve_path(options.trace, "--trace"),
-        picture=_resolve_path(options.picture, "--picture"),
-    )
+    names = ("report", "trace", "picture")
+    paths = {name: _resolve_path(getattr(options, name)) for name in names}
+    if options.report == STANDARD_OUTPUT:
+        paths["report"] = STANDARD_OUTPUT
+    check_results(**paths)
+    store = options.store or os.environ.get(STORE_VARIABLE) or None
+    return dataclasses.replace(options, store=store, **paths)
 
 
-def _resolve_path(path: Path | None, option: str) -> Path | None:
-    """Return a result's path: absolute (the script may change directory), per rank, writable."""
+def _resolve_path(path: Path | None) -> Path | None:
+    """Return a result's path: absolute, as the script may change directory, and of this rank."""
     if path is None:
         return None
-    path = path.absolute()
-    rank = _find_rank()
-    if rank is not None:
-        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"{option} {path}: cannot make its directory: {error}") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise LaunchError(
-            f"{option} {path}: cannot be written; name a file in a writable directory"
-        )
-    return path
+    path, rank = path.absolute(), _find_rank()
+    if rank is None or path.is_dir() or (path.exists() and not is_replaceable(path)):
+        return path  # all ranks may write to one device or pipe
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
 def _find_rank() -> str | None:
@@ -304,29 +302,28 @@ def _write_results(
 ) -> None:
     import penstock
 
-    entries, lines = mode.results()
+    entries, lines, drawn = mode.results()
     if not mode.has_trained and (not ending.has_started or ending.speak is not None):
         lines = []  # what went wrong is said alone
     rank = _find_rank()
-    if options.report:
-        content = {
-            "penstock_version": penstock.__version__,
-            "target": options.script,
-            "arguments": list(options.arguments or ()),
-            "is_module": options.module,
-            "rank": rank,
-            "exit_code": ending.exit_code,
-            "exception": ending.exception,
-            "duration_seconds": duration_seconds,
-            "arrangement": setup,
-            **entries,
-        }
-        # Renamed into place: a program that watches for the file never reads half of it.
-        unfinished = options.report.with_name(f".{options.report.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(unfinished, options.report)
-    results = {"report": options.report, "trace": options.trace, "picture": options.picture}
-    written = [f"{name} in {path}" for name, path in results.items() if path]
+    content = {
+        "penstock_version": penstock.__version__,
+        "target": options.script,
+        "arguments": list(options.arguments or ()),
+        "is_module": options.module,
+        "rank": rank,
+        "exit_code": ending.exit_code,
+        "exception": ending.exception,
+        "duration_seconds": duration_seconds,
+        "arrangement": setup,
+        **entries,
+    }
+    text = json.dumps(content, indent=2) + "\n"
+    done = write_results(
+        "penstock run",
+        {"report": (options.report, lambda path: write_text(path, text)), **drawn},
+    )
+    written = [f"{name} in {path}" for name, path in done.items() if path != STANDARD_OUTPUT]
     prefix = "penstock" if rank is None else f"penstock rank {rank}"
     for line in lines + ([", ".join(written)] if written else []):
         say(f"{prefix}: {line}")

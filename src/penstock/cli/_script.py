@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.cli._options import INTERRUPTED
 from penstock.errors import PenstockError
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from penstock.integrations.transformers import PlannedTraining, TrainingReport
 
 _logger = logging.getLogger(__name__)
+
+Result: TypeAlias = tuple[Path | None, Callable[[Path], object]]
+"""The path of a result, if it is wanted, and the function that writes it."""
 
 _HERE = Path(__file__).parent
 _PACKAGE = str(_HERE.parent) + os.sep
@@ -157,20 +160,25 @@ class Offloading:
         """Return the context manager in which the script runs."""
         return self.offload
 
-    def results(self) -> tuple[dict[str, Any], list[str]]:
-        """Write the trace and the picture; return entries of the report, and lines to print."""
+    def results(self) -> tuple[dict[str, Any], list[str], dict[str, Result]]:
+        """Return entries of the report, lines to print, and the trace and the picture."""
         report = self.offload.report()
-        if self.trace_path or self.picture_path:
-            from penstock.report import draw_timeline, write_chrome_trace
+        results: dict[str, Result] = {
+            "trace": (self.trace_path, self._write_trace),
+            "picture": (self.picture_path, self._draw),
+        }
+        paths = {name: str(path) if path else None for name, (path, _) in results.items()}
+        return {"offload": report.to_dict(), **paths}, _offload_lines(report), results
 
-            timeline = self.offload.timeline()
-            if self.trace_path:
-                write_chrome_trace(timeline, self.trace_path)
-            if self.picture_path:
-                draw_timeline(timeline, self.picture_path)
-        paths = {"trace": self.trace_path, "picture": self.picture_path}
-        written = {name: str(path) if path else None for name, path in paths.items()}
-        return {"offload": report.to_dict(), **written}, _offload_lines(report)
+    def _write_trace(self, path: Path) -> None:
+        from penstock.report import write_chrome_trace
+
+        write_chrome_trace(self.offload.timeline(), path)
+
+    def _draw(self, path: Path) -> None:
+        from penstock.report import draw_timeline
+
+        draw_timeline(self.offload.timeline(), path)
 
 
 class Planning:
@@ -244,14 +252,15 @@ class Planning:
         self._has_own_loop = True
         _logger.warning("%s; it goes on without a plan (--plan=auto)", said)
 
-    def results(self) -> tuple[dict[str, Any], list[str]]:
-        """Return entries of the report, and lines to print."""
+    def results(self) -> tuple[dict[str, Any], list[str], dict[str, Result]]:
+        """Return entries of the report, lines to print, and no further results."""
         reports = [training.report() for training in self._trainings]
         done = [report for report in reports if report is not None]
         lines = [_planned_line(report) for report in done]
         return (
             {"planned": [report.to_dict() for report in done]},
             lines or ["no transformers.Trainer took a step in the script; nothing was planned"],
+            {},
         )
 
 

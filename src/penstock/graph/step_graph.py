@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from penstock._lazy import cached_property
 from penstock.errors import GraphFileError
+from penstock.memory.files import replace_file
 
 FORMAT = "penstock-step-graph"
 VERSION = 1  # of the format; raise it when a field changes its meaning
@@ -381,10 +382,14 @@ class StepGraph:
         return graph
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the graph as JSON; compressed if the name ends in `.gz`."""
+        """Write the graph as JSON; compressed if the name ends in `.gz`.
+
+        Raises:
+            OSError: It cannot be written; a file that was there is as it was.
+        """
         data = json.dumps(self.to_dict(), separators=(",", ":")).encode()
-        path = Path(path)
-        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        is_compressed = Path(path).suffix == ".gz"
+        replace_file(path, gzip.compress(data) if is_compressed else data)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepGraph:

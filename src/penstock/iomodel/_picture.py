@@ -5,10 +5,12 @@ Work is operations where the function has any, and else the bytes that it asks f
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.iomodel._roofline import COMPUTE, Roofline
+from penstock.memory.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +38,9 @@ def draw_roofline(function: Roofline, base: Roofline | None, machine: str, path:
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     FigureCanvasAgg(figure)
     _draw(figure.add_subplot(), function, base, machine)
-    figure.savefig(path, dpi=_DOTS_PER_INCH)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=_DOTS_PER_INCH, format=path.suffix[1:] or None)
+    replace_file(path, picture.getvalue())
 
 
 def _draw(axes: Axes, function: Roofline, base: Roofline | None, machine: str) -> None:

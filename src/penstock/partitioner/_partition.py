@@ -7,13 +7,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import GraphFileError
 from penstock.graph.saved import load_saved, read_saved
 from penstock.graph.step_graph import StepGraph, checksum
 from penstock.memory import MachineProfile
+from penstock.memory.files import replace_file
 from penstock.tables import report_table
 
 FORMAT = "penstock-partition"
@@ -185,8 +185,12 @@ class Partition:
         return partition
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the partition as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")))
+        """Write the partition as JSON.
+
+        Raises:
+            OSError: It cannot be written; a file that was there is as it was.
+        """
+        replace_file(path, json.dumps(self.to_dict(), separators=(",", ":")))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, graph: StepGraph | None = None) -> Partition:

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.errors import GraphFileError
@@ -19,6 +18,7 @@ from penstock.graph import StepGraph, split
 from penstock.graph.saved import load_saved, read_saved
 from penstock.graph.step_graph import checksum
 from penstock.memory import Link, MachineProfile, Tier
+from penstock.memory.files import replace_file
 from penstock.planner._live_ranges import columns_of, occupied_bytes
 from penstock.planner._plan_records import Bound, Budget, Copy, Placement, Transfer
 from penstock.tables import report_table
@@ -242,8 +242,12 @@ class Plan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")))
+        """Write the plan as JSON.
+
+        Raises:
+            OSError: It cannot be written; a file that was there is as it was.
+        """
+        replace_file(path, json.dumps(self.to_dict(), separators=(",", ":")))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, graph: StepGraph | None = None) -> Plan:

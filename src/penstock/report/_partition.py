@@ -6,11 +6,10 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from penstock.graph import Kind, Phase, StepGraph, TensorView
 from penstock.partitioner import Partition
-from penstock.report._picture import choose_unit, new_figure
+from penstock.report._picture import choose_unit, new_figure, write_figure
 from penstock.units import format_bytes
 
 _NUMBER = re.compile(r"\d+")
@@ -191,7 +190,5 @@ def draw_frontier(partition: Partition, path: str | os.PathLike[str], *, title: 
         axes.axvline(partition.device_bytes / unit, color="#D55E00", linestyle=":", label="budget")
     axes.set(xlabel=f"memory of the fullest rank ({name})", ylim=(0, None))
     axes.set(ylabel=f"received by a rank in a step ({other_name})")
-    axes.set_title(title or f"{partition.devices} devices")
     axes.legend(frameon=False)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write_figure(figure, path, title or f"{partition.devices} devices")

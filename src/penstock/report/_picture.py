@@ -6,12 +6,14 @@ seen to lower one curve and to raise the other. Legends are beside the axes and 
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.memory import Tier, Timeline
+from penstock.memory.files import replace_file
 from penstock.report._trace import Lane, LaneKind, find_bounds, sort_into_lanes
 
 if TYPE_CHECKING:
@@ -93,7 +95,9 @@ def write_figure(
     figure.suptitle(title, fontsize=font_size)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DOTS_PER_INCH)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=_DOTS_PER_INCH, format=path.suffix[1:] or None)
+    replace_file(path, picture.getvalue())
     return path
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.memory import Link, Span, Timeline
+from penstock.memory.files import replace_file
 
 # One process holds all rows of a timeline; its number means nothing.
 _PROCESS_ID = 1
@@ -172,8 +173,7 @@ def write_json(trace: dict[str, Any], path: str | os.PathLike[str]) -> Path:
     """Write a trace, and make missing directories."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(trace, file, separators=(",", ":"))
+    replace_file(path, json.dumps(trace, separators=(",", ":")))
     return path
 
 
