@@ -60,7 +60,7 @@ def partition(options: PartitionOptions) -> None:
     **Examples**
 
     ```text
-    penstock partition gpt2-xl --devices 8 --device-memory 16GiB --machine v100-16gb-pcie3
+    penstock partition gpt2-xl --batch 4 --devices 8 --device-memory 16GiB --machine v100-16gb-pcie3
     penstock partition llama-7b --devices 8 --device-memory 40GiB --machine a100-80gb
     penstock partition train:make --devices 4 --save partition.json
     ```
