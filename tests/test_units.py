@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.units import (
+    ceil_bytes,
     format_bandwidth,
     format_bytes,
     format_seconds,
@@ -106,6 +107,13 @@ def test_format_bytes(num_bytes: int, expected: str):
 @given(st.integers(min_value=0, max_value=2**59))
 def test_formatted_bytes_parse_back_to_nearly_the_same(num_bytes: int):
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, 1023, 1024, 1025, 2**20 - 1, 13_631_489, 10**12 + 7, 2**60, 2**62 + 1]
+)
+def test_bytes_rounded_up_are_enough(num_bytes: int):
+    assert num_bytes <= parse_bytes(ceil_bytes(num_bytes)) <= num_bytes * 1.011
 
 
 def test_format_bandwidth():

@@ -232,7 +232,7 @@ def _check_packages() -> Iterator[Finding]:
 def _check_compiler() -> Iterator[Finding]:
     remedy = (
         "Install a C++ compiler (Debian, Ubuntu: apt-get install g++) or point CXX at one. "
-        "Without it torch's own allocator stays, which keeps more memory."
+        "Without it plans are not searched for, and torch's own allocator keeps more memory."
     )
     named = os.environ.get("CXX", "").strip()  # which may hold arguments: "ccache g++"
     names = [shlex.split(named)[0]] if named else ["c++", "g++", "clang++"]

@@ -159,6 +159,20 @@ def format_bytes(num_bytes: int) -> str:
     return f"{scaled:.2f} {unit}"
 
 
+def ceil_bytes(num_bytes: int) -> str:
+    """Write a number of bytes as `format_bytes`, rounded up: read again, it is at least as much.
+
+    Example:
+        >>> ceil_bytes(2**20 + 1), ceil_bytes(2**20), ceil_bytes(1000)
+        ('1.01 MiB', '1.00 MiB', '1000 B')
+    """
+    unit = 1
+    while num_bytes >= 1024 * unit and unit < 1024**5:
+        unit *= 1024
+    hundredths = -(-100 * num_bytes // unit)
+    return format_bytes(-(-hundredths * unit // 100))
+
+
 def format_bandwidth(bytes_per_second: float) -> str:
     """Write a number of bytes per second, with the units of `format_bytes`.
 

@@ -64,6 +64,16 @@ def test_errors_of_users_become_a_line_and_status_2(error):
     assert result.stderr == "penstock try: no luck\n"
 
 
+def test_errors_name_options_and_not_arguments():
+    def fail(_):
+        raise PenstockError("size=1.00 KiB is too little: give count=, or name=True, not other=2")
+
+    said = invoke(fail, "x").stderr
+    assert said == (
+        "penstock try: --size 1.00 KiB is too little: give --count, or --name, not other=2\n"
+    )
+
+
 def test_our_own_errors_keep_their_traceback():
     def fail(_):
         raise AssertionError("ours")

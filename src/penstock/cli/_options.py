@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
@@ -68,14 +69,32 @@ def add_command(
     def run(**values: Any) -> None:
         try:
             function(options(**values))
+        except BrokenPipeError:  # the reader has left: typer ends without a word
+            raise
         except (PenstockError, ValueError, OSError, ImportError) as error:
-            print(f"penstock {name}: {error}", file=sys.stderr)
+            text = name_options(str(error), [each.name for each in parameters])
+            print(f"penstock {name}: {text}", file=sys.stderr)
             sys.exit(2)
 
     run.__doc__ = function.__doc__
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     app.command(name, **settings)(run)
+
+
+def name_options(text: str, names: Iterable[str]) -> str:
+    """Write arguments of functions in an error as the options of a command that has them.
+
+    Example:
+        >>> name_options("device_memory=1 B: pass store=", ["device_memory", "store"])
+        '--device-memory 1 B: pass --store'
+    """
+
+    def write(match: re.Match[str]) -> str:
+        option = f"--{match[1].replace('_', '-')}"
+        return option + (f" {match[2]}" if match[2] and match[2] != "True" else "")
+
+    return re.sub(rf"\b({'|'.join(names)})=(True\b|[\w'\"]|)", write, text)
 
 
 def list_parameters(options: type[Any]) -> list[inspect.Parameter]:

@@ -59,11 +59,19 @@ class PlanOptions(ModelOptions):
         ),
     ] = None
     host_memory: Annotated[
-        str | None, size_option("Host memory to swap to. Default: the machine's.")
+        str | None,
+        size_option(
+            "Host memory to swap to. Default: with a GPU and without --store all that its host "
+            "has, else none."
+        ),
     ] = None
-    store: Annotated[str | None, directory_option("Directory on a fast local disk to swap to.")] = (
-        None
-    )
+    store: Annotated[
+        str | None,
+        directory_option(
+            "Directory on a fast local disk to swap to, and to host memory only as far as "
+            "--host-memory says. With --machine it need not be there."
+        ),
+    ] = None
     machine: Annotated[str | None, MACHINE_OPTION] = None
     reorder: Annotated[bool, typer.Option(help="Operators may change their order.")] = True
     recompute: Annotated[bool, typer.Option(help="Operators may run again.")] = True

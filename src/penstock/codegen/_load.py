@@ -78,6 +78,7 @@ def load_optional_library(
     *,
     work: str,
     otherwise: str,
+    level: int = logging.INFO,
     functions: Functions | None = None,
     **options: Unpack[BuildOptions],
 ) -> ctypes.CDLL | None:
@@ -100,13 +101,14 @@ def load_optional_library(
         source: The source text or its files.
         work: The library's work, as a clause for the log.
         otherwise: How it is done without the library, as the end of that clause.
+        level: Of the log where it is done without.
         functions: The types of results and arguments by name.
         **options: Those of `build_library`.
     """
     try:
         library = load_library(name, source, functions=functions, **options)
     except BuildError as error:
-        _logger.info("%s %s: %s", work, otherwise, error)
+        _logger.log(level, "%s %s: %s", work, otherwise, error)
         return None
     _logger.info("%s by C++", work)
     return library

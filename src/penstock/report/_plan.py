@@ -380,11 +380,11 @@ def plan_table(graph: StepGraph, plan: Plan) -> str:
         ("gap", f"{max(plan.gap, 0.0):.1%}  (a better plan is faster by at most this)"),
         ("device", f"{peak}  of {format_bytes(budget)}" if budget is not None else peak),
     ]
+    if plan.workspace_bytes:
+        rows.append(("of it workspace", format_bytes(plan.workspace_bytes)))
     if plan.split_bytes is not None:
         num_parts = len(plan.operator_seconds) - len(graph.operators)
         rows.append(("split", f"{num_parts} operators more, each with some rows or one parameter"))
-    if plan.workspace_bytes:
-        rows.append(("of it workspace", format_bytes(plan.workspace_bytes)))
     for name, num_bytes in (("host", plan.peak_host_bytes), ("file", plan.peak_file_bytes)):
         if num_bytes:
             rows.append((name, format_bytes(num_bytes)))
@@ -395,7 +395,10 @@ def plan_table(graph: StepGraph, plan: Plan) -> str:
     if not plan.bytes_moved:
         rows.append(("moved", "nothing"))
     rows += _list_recomputed(plan.planned_graph(graph), plan)
-    rows.append(("method", f"{plan.method}, seed {plan.seed}, for {plan.machine.name}"))
+    method = plan.method
+    if plan.notes.get("searched") is False:
+        method = f"{plan.notes.get('finalist', method)} (no search: see `penstock env`)"
+    rows.append(("method", f"{method}, seed {plan.seed}, for {plan.machine.name}"))
     return report_table(rows, title="penstock plan")
 
 

@@ -23,6 +23,7 @@ from penstock.planner.packing import Buffer, pack
 from penstock.planner.paging._accesses import OrderedStep, order_step
 from penstock.planner.paging._eviction import PagedStep, page_step
 from penstock.planner.paging._transfer_times import TransferTimes, time_transfers
+from penstock.units import ceil_bytes, format_bytes
 
 PagingPolicy = Literal["lru", "lru-prefetch", "belady"]
 PAGING_POLICIES: tuple[PagingPolicy, ...] = ("belady", "lru-prefetch", "lru")
@@ -119,8 +120,8 @@ def require_tiers(plan: Plan) -> None:
     ):
         if peak > limit:
             raise InfeasibleError(
-                f"{name}={limit} bytes: the plan of method={plan.method!r} keeps {peak} bytes "
-                "there; raise it, or device_memory=",
+                f"{name}={format_bytes(limit)} is too little: the plan of method={plan.method!r} "
+                f"keeps {ceil_bytes(peak)} there. Give that, or raise device_memory=",
                 proved=False,
             )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock._lazy import cached_property
+from penstock.codegen import why_nothing_can_be_built
 from penstock.errors import InfeasibleError
 from penstock.graph import alignment_bytes, least_alignment_bytes
 from penstock.memory import Link, MachineProfile, Tier
@@ -33,7 +34,7 @@ from penstock.planner.search._plan_residency import plan_residency
 from penstock.planner.search._problem import Problem, load_engine
 from penstock.planner.search._residency import Arena, EvictionChoice, LowerTiers, ResidencySearch
 from penstock.planner.search._sequence import OperatorSequence
-from penstock.units import format_bytes
+from penstock.units import ceil_bytes, format_bytes
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
 _SEARCH_SHARE = 0.65  # of the time; the rest is for offsets
@@ -89,11 +90,7 @@ def plan_auto(request: PlanRequest, *, bound: Bound) -> Plan:
 def _search_on_grids(grid: GridRequest, report: Callable[[float], None]) -> Plan:
     """Search on a grid, and on finer ones where it has no offsets."""
     if load_engine() is None:
-        raise InfeasibleError(
-            f"device_memory={grid.request.budget.device_bytes} bytes: plans are searched for by "
-            "C++, and without it nothing was found that fits; install a compiler, or give more",
-            proved=False,
-        )
+        raise _explain_no_search(grid.request)
     try:
         return _search(grid, report)
     except InfeasibleError:
@@ -237,7 +234,7 @@ def explain_infeasible(grid: GridRequest, least: WorkingSet | None = None) -> In
     """Return the error of a search that found nothing, or of a budget below the working set."""
     request, arena = grid.request, grid.arena
     if least is not None and load_engine() is None:  # nothing can be searched
-        return _explain_working_set(request, least, None, "raise it, or split it")
+        return _explain_working_set(request, least, None)
     sequence = grid.program()
     if arena.lower is not None and arena.lower.first_bytes is not None:
         unlimited = dataclasses.replace(arena.lower, first_bytes=None)
@@ -250,31 +247,46 @@ def explain_infeasible(grid: GridRequest, least: WorkingSet | None = None) -> In
     name = request.graph.operators[int(sequence.order[position])].name
     enough = _sufficient_capacity(sequence, Arena(int(needed[position]), arena.lower))
     enough += arena.workspace_bytes
-    reason = (
-        "there is no tier to which anything could leave: pass store= (or host_memory=), or raise it"
-        if arena.lower is None
-        else "nothing but its own operands and results is there then: raise it, or split it"
-    )
     if least is not None:
-        reason = f"a plan was found for {format_bytes(enough)}; {reason}"
-        return _explain_working_set(request, least, enough, reason)
+        return _explain_working_set(request, least, enough)
     return InfeasibleError(
-        f"device_memory={format_bytes(request.budget.device_bytes or 0)} is too little: operator "
-        f"{name!r} needs {format_bytes(enough)} with its workspace where the program runs "
-        f"it, and no other order was found that needs less; {reason}",
+        f"device_memory={format_bytes(request.budget.device_bytes or 0)} is too little where the "
+        f"program runs operator {name!r}, and no order was found that needs less. "
+        f"{_name_remedies(request, enough)}",
         operator=name,
         sufficient_device_bytes=enough,
     )
 
 
+def _explain_no_search(request: PlanRequest) -> InfeasibleError:
+    """Return the error of a budget for which there is no plan by paging, without the search."""
+    given = f"device_memory={format_bytes(request.budget.device_bytes or 0)} is too little"
+    if not request.links:
+        return InfeasibleError(f"{given} without a tier below. {_name_remedies(request, None)}")
+    problem = why_nothing_can_be_built() or "its library does not load"
+    return InfeasibleError(
+        f"{given} for plans without the search, whose C++ cannot be built: {problem}. "
+        f"{_name_remedies(request, None)}"
+    )
+
+
+def _name_remedies(request: PlanRequest, enough: int | None) -> str:
+    """Return a sentence of what helps where no plan fits; of bytes rounded up, which do fit."""
+    more = f"at least {ceil_bytes(enough)} (a plan exists there)" if enough else "more memory"
+    tier = [] if request.links else ["a tier for what does not fit (store= or host_memory=)"]
+    slices = [] if request.split_products else ["split_products=True"]
+    ways = [more, *tier, "a smaller batch", *slices]
+    return f"Give {', '.join(ways[:-1])}, or {ways[-1]}"
+
+
 def _explain_working_set(
-    request: PlanRequest, least: WorkingSet, enough: int | None, reason: str
+    request: PlanRequest, least: WorkingSet, enough: int | None
 ) -> InfeasibleError:
     """Return the error of a budget below the working set."""
     return InfeasibleError(
         f"device_memory={format_bytes(request.budget.device_bytes or 0)} is too little: operator "
-        f"{least.operator!r} alone needs {format_bytes(least.num_bytes)} with its workspace: "
-        f"{reason}",
+        f"{least.operator!r} alone needs {format_bytes(least.num_bytes)} with its workspace. "
+        f"{_name_remedies(request, enough)}",
         minimum_device_bytes=least.num_bytes,
         operator=least.operator,
         proved=True,
@@ -293,8 +305,8 @@ def _explain_small_tier(choice: EvictionChoice, given: int, tier: Tier) -> Infea
     position = int(np.argmax(sequence.base))
     name = "host_memory" if tier == Tier.HOST else "store"
     return InfeasibleError(
-        f"{name}={given} bytes: what has to leave the device needs {low} bytes there; raise it, or "
-        "device_memory=",
+        f"{name}={format_bytes(given)} is too little: what has to leave the device needs "
+        f"{ceil_bytes(low)} there. Give that, or raise device_memory=",
         operator=sequence.problem.graph.operators[int(sequence.order[position])].name,
         proved=False,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -119,6 +120,7 @@ def load_engine() -> SimpleNamespace | None:
         },
         work="plans are made",
         otherwise="by paging, without a search",
+        level=logging.WARNING,
     )
     if library is None:
         return None
