@@ -3,6 +3,9 @@
 import dataclasses
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,6 +75,20 @@ def test_errors_name_options_and_not_arguments():
     assert said == (
         "penstock try: --size 1.00 KiB is too little: give --count, or --name, not other=2\n"
     )
+
+
+def test_ctrl_c_ends_the_process_as_it_ends_python():
+    code = (
+        "import sys; from penstock import cli\n"
+        "def interrupted(*_): raise KeyboardInterrupt\n"
+        "cli._explain.import_function = interrupted\n"
+        "sys.argv[1:] = ['explain', 'x:y']; cli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == "penstock explain: interrupted\n"
 
 
 def test_our_own_errors_keep_their_traceback():

@@ -16,7 +16,8 @@ import penstock.report
 from fork_servers import find_python
 from penstock.cli import _plan, app
 from penstock.cli._models import SHAPES, ModelError, ModelOptions, load_graph
-from penstock.cli._plan import CapturedModel, parse_device_memory
+from penstock.cli._options import Interruption
+from penstock.cli._plan import CapturedModel, PlanOptions, parse_device_memory
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
 from penstock.planner import Plan, check
@@ -132,14 +133,14 @@ def test_ctrl_c_ends_a_sweep_with_what_there_is(saved, monkeypatch):
     assert out.count("plan ") >= 2
 
 
-def test_ctrl_c_during_the_capture_says_that_there_is_nothing(saved, monkeypatch):
+def test_ctrl_c_during_the_capture_says_that_there_is_nothing(saved, monkeypatch, capsys):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_plan, "load_graph", interrupted)
-    code, out, err = run(saved, "--machine", "test")
-    assert code == 130 and not out
-    assert "interrupted before there was a plan" in err
+    with pytest.raises(Interruption):
+        _plan.plan(PlanOptions(model=str(saved), machine="test"))
+    assert "interrupted before there was a plan" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("on_a_machine")

@@ -255,7 +255,7 @@ def test_ends_of_a_script(store: Path, tmp_path: Path):
     cases.append(_run.RunOptions(script="nowhere.module", module=True, store=str(store)))
     cases.append(_run.RunOptions(script=".", store=str(store)))
     results = launch_all(cases, cwd=tmp_path, python=find_python("torch"))
-    assert [exit_code for exit_code, _, _ in results] == [0, 1, 7, 1, 130, 1, 1, 1]
+    assert [exit_code for exit_code, _, _ in results] == [0, 1, 7, 1, -2, 1, 1, 1]
     said = [OURS.sub("", errors) for _, _, errors in results]
     assert said[0] == said[2] == ""
     assert said[1] == run_python("end.py", "raise", cwd=tmp_path).stderr
@@ -532,8 +532,11 @@ def test_where_a_rank_writes(
     assert _run._resolve_path(tmp_path / "out.json") == tmp_path / expected
 
 
-def test_ctrl_c_ends_with_130_and_a_report(store: Path, tmp_path: Path, script: Path):
-    script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+def test_ctrl_c_ends_the_process_after_a_report(store: Path, tmp_path: Path, script: Path):
+    script.write_text(
+        "import atexit, time\natexit.register(print, 'atexit')\n"
+        "print('ready', flush=True)\ntime.sleep(60)\n"
+    )
     command = [find_python("torch"), "-m", "penstock", "run", "--store", str(store)]
     with subprocess.Popen(
         [*command, "--report", "out.json", "train.py"],
@@ -547,10 +550,11 @@ def test_ctrl_c_ends_with_130_and_a_report(store: Path, tmp_path: Path, script: 
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.1)  # into the sleep
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate()
-    assert process.returncode == 130
-    assert errors.endswith("KeyboardInterrupt\n")
-    assert json.loads((tmp_path / "out.json").read_text())["exit_code"] == 130
+        output, errors = process.communicate()
+    assert process.returncode == -signal.SIGINT
+    assert errors.endswith("KeyboardInterrupt\n") and errors.count("Traceback") == 1
+    assert output == "atexit\n"
+    assert json.loads((tmp_path / "out.json").read_text())["exit_code"] == -2
 
 
 @pytest.mark.parametrize(

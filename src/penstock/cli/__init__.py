@@ -16,7 +16,7 @@ import typer
 
 import penstock
 from penstock.cli._explain import ExplainOptions, explain
-from penstock.cli._options import add_command
+from penstock.cli._options import Interruption, add_command
 from penstock.cli._partition import PartitionOptions, partition
 from penstock.cli._plan import PlanOptions, plan
 from penstock.cli._run import STORE_OPTION, STORE_VARIABLE, RunCommand, RunOptions, run
@@ -34,7 +34,12 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line of the process; the `penstock` script calls this."""
-    app(prog_name="penstock")
+    try:
+        app(prog_name="penstock")
+    except Interruption:
+        # Python itself ends by SIGINT after this exception, when it has left its modules.
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt from None
 
 
 def _show_version(wanted: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
@@ -17,7 +18,11 @@ _Options = TypeVar("_Options")
 
 OPEN_TRACE = "open it with https://ui.perfetto.dev."
 NEEDS_VIZ = "as a PNG (or SVG, PDF); needs the extra `viz`."
-INTERRUPTED = 130  # the status that a shell reports for a program that SIGINT ended
+INTERRUPTED = -signal.SIGINT  # a program that Ctrl-C ended, as `subprocess` counts
+
+
+class Interruption(BaseException):
+    """Ctrl-C, about which all is said: the process ends by it, so that loops of a shell do, too."""
 
 
 def _kind_of_option(**settings: Any) -> Callable[..., Any]:
@@ -69,6 +74,9 @@ def add_command(
     def run(**values: Any) -> None:
         try:
             function(options(**values))
+        except KeyboardInterrupt as error:
+            print(f"penstock {name}: interrupted", file=sys.stderr)
+            raise Interruption from error
         except BrokenPipeError:  # the reader has left: typer ends without a word
             raise
         except (PenstockError, ValueError, OSError, ImportError) as error:

@@ -11,11 +11,11 @@ import typer
 
 from penstock.cli._models import ModelOptions, load_graph
 from penstock.cli._options import (
-    INTERRUPTED,
     MACHINE_OPTION,
     MODEL_ARGUMENT,
     NEEDS_VIZ,
     SAVE_GRAPH_OPTION,
+    Interruption,
     file_option,
     number_option,
     size_option,
@@ -69,7 +69,7 @@ def partition(options: PartitionOptions) -> None:
         _show_partition(options)
     except KeyboardInterrupt as error:
         typer.echo("penstock partition: interrupted; nothing is saved", err=True)
-        raise typer.Exit(INTERRUPTED) from error
+        raise Interruption from error
 
 
 def _show_partition(options: PartitionOptions) -> None:

@@ -15,12 +15,12 @@ import typer
 
 from penstock.cli._models import ModelOptions, load_graph
 from penstock.cli._options import (
-    INTERRUPTED,
     MACHINE_OPTION,
     MODEL_ARGUMENT,
     NEEDS_VIZ,
     OPEN_TRACE,
     SAVE_GRAPH_OPTION,
+    Interruption,
     directory_option,
     file_option,
     name_option,
@@ -153,7 +153,7 @@ def plan(options: PlanOptions) -> None:
         _show_plans(options)
     except KeyboardInterrupt as error:
         typer.echo("penstock plan: interrupted before there was a plan; nothing is saved", err=True)
-        raise typer.Exit(INTERRUPTED) from error
+        raise Interruption from error
 
 
 def _show_plans(options: PlanOptions) -> None:

@@ -22,8 +22,10 @@ import typer
 from typer.core import TyperCommand
 
 from penstock.cli._options import (
+    INTERRUPTED,
     NEEDS_VIZ,
     OPEN_TRACE,
+    Interruption,
     directory_option,
     file_option,
     size_option,
@@ -168,14 +170,17 @@ def run(options: RunOptions) -> None:
     With several ranks, as in the last line, each writes its own file: out.rank0.json,
     out.rank1.json.
     """
-    sys.exit(launch(options))
+    exit_code = launch(options)
+    if exit_code == INTERRUPTED:
+        raise Interruption
+    sys.exit(exit_code)
 
 
 def launch(options: RunOptions) -> int:
     """Run a script, offloaded or planned, and write the results that the options name.
 
     Returns:
-        The exit status: the script's own, 1 after an uncaught exception, 130 after Ctrl-C.
+        The exit status: the script's own, 1 after an uncaught exception, -2 after Ctrl-C.
 
     Raises:
         PenstockError, ValueError, OSError, ImportError: The script was not started; the message

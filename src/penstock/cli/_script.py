@@ -362,7 +362,7 @@ def run_script(script: Script, mode: Offloading | Planning) -> Ending:
 def _read_exit(code: Any) -> Ending:
     """Read the argument of `sys.exit`: nothing, a status, or last words for stderr and status 1."""
     if code is None or isinstance(code, int):
-        return Ending(code or 0)
+        return Ending((code or 0) & 0xFF)  # what the operating system keeps of it
     return Ending(1, f"SystemExit: {code}", speak=lambda: say(str(code)))
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._options import INTERRUPTED, directory_option, hidden_option
+from penstock.cli._options import Interruption, directory_option, hidden_option
 from penstock.cli._run import MIN_BYTES_HELP
 from penstock.errors import PenstockError
 from penstock.memory import RAM_FILESYSTEMS, filesystem_type
@@ -146,8 +146,8 @@ def run_demo(options: DemoOptions) -> None:
     before = signal.signal(signal.SIGTERM, _exit)
     try:
         is_equal = _compare_arms(options)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt as error:
+        raise Interruption from error
     finally:
         signal.signal(signal.SIGTERM, before)
     if not is_equal:
