@@ -117,6 +117,28 @@ def test_a_sweep_goes_down_until_nothing_fits(saved, tmp_path):
 
 
 @pytest.mark.usefixtures("on_a_machine")
+def test_a_sweep_is_shown_whole_on_narrow_terminals_without_unicode(saved, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    result = CliRunner(charset="ascii").invoke(app, ["plan", str(saved), *SWEEP])
+    assert result.exit_code == 0
+    assert re.search(r"stock +\S+ \w+ +1\.00 +19\.0 s +100% #{10}", result.stdout)
+    assert result.stdout.isascii()
+
+
+def test_help_is_shown_on_terminals_without_unicode():
+    code = "import sys; from penstock import cli; sys.argv[1:] = ['run', '--help']; cli.main()"
+    done = subprocess.run(
+        [find_python("dynamo"), "-c", code],
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": SOURCES, "PYTHONIOENCODING": "ascii"},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and not done.stderr
+    assert b"--device-memory" in done.stdout
+
+
+@pytest.mark.usefixtures("on_a_machine")
 def test_ctrl_c_ends_a_sweep_with_what_there_is(saved, monkeypatch):
     real, calls = CapturedModel.make_plan, []
 

@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+import re
 
 import pytest
 
@@ -111,11 +112,14 @@ def test_blocks_are_as_high_as_the_memory(graph, plan):
     text = plan_blocks(graph, plan, num_columns=40, num_rows=8, unicode=False).plain
     lines = text.splitlines()
     assert text.isascii()
-    assert len(lines) == 11
+    assert [line.count("|") for line in lines] == [1] * 8 + [0] * (len(lines) - 8)
     body = [line.split("|", 1)[1] for line in lines[:8]]
     assert {len(line) for line in body} == {40}
     assert set(body[-1]) <= set("PObiags")  # something is there all the time
-    assert "activations" in lines[-1]
+    legend = [line.strip() for line in lines[10:]]
+    assert max(map(len, legend)) <= 40
+    assert "aa activations" in {entry for line in legend for entry in line.split("  ")}
+    assert all(re.fullmatch(r"(\S\S [a-z ]+)(  \S\S [a-z ]+)*", line) for line in legend)
 
 
 def test_pictures_are_written(graph, plan, tmp_path):
@@ -151,3 +155,11 @@ def test_a_plan_that_moves_nothing_is_drawn_too(graph, tmp_path):
     kinds = bin_memory(simulate(graph, plan), [0.0, plan.step_seconds])
     assert kinds.keys() == {Kind.PARAMETER, Kind.INPUT, Kind.ACTIVATION, Kind.GRADIENT}
     assert Link.HOST_TO_DEVICE not in plan.bytes_moved
+
+
+def test_the_workspace_is_said_to_be_of_the_device(graph, plan):
+    """Also where operators were split, about which there is a row."""
+    of_parts = dataclasses.replace(plan, workspace_bytes=UNIT, split_bytes=10**9)
+    lines = plan_table(graph, of_parts).splitlines()
+    device = next(number for number, line in enumerate(lines) if "device  " in line)
+    assert "of it workspace" in lines[device + 1] and "split" in lines[device + 2]

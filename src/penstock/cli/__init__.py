@@ -7,6 +7,7 @@ works when torch does not.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -34,8 +35,13 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line of the process; the `penstock` script calls this."""
+    errors = None
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Help has characters beyond ASCII; a script that is run gets its output back as it was.
+        errors = sys.stdout.errors
+        sys.stdout.reconfigure(errors="replace")
     try:
-        app(prog_name="penstock")
+        app(prog_name="penstock", obj=errors)
     except Interruption:
         # Python itself ends by SIGINT after this exception, when it has left its modules.
         sys.excepthook = lambda *_: None

@@ -8,11 +8,14 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
 from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _Options = TypeVar("_Options")
 
@@ -103,6 +106,11 @@ def name_options(text: str, names: Iterable[str]) -> str:
         return option + (f" {match[2]}" if match[2] and match[2] != "True" else "")
 
     return re.sub(rf"\b({'|'.join(names)})=(True\b|[\w'\"]|)", write, text)
+
+
+def has_unicode(console: Console) -> bool:
+    """Return True if a console shows more than ASCII."""
+    return (console.encoding or "utf-8").lower().startswith("utf")
 
 
 def list_parameters(options: type[Any]) -> list[inspect.Parameter]:

@@ -17,6 +17,7 @@ from penstock.cli._options import (
     SAVE_GRAPH_OPTION,
     Interruption,
     file_option,
+    has_unicode,
     number_option,
     size_option,
 )
@@ -107,8 +108,7 @@ def _show_partition(options: PartitionOptions) -> None:
             seed=options.seed,
         )
         check(graph, found)
-    unicode = (out.encoding or "utf-8").lower().startswith("utf")
-    sys.stdout.write(f"{found}\n\n{frontier_table(found, unicode=unicode)}\n\n")
+    sys.stdout.write(f"{found}\n\n{frontier_table(found, unicode=has_unicode(out))}\n\n")
     sys.stdout.write(f"{partition_map(graph, found)}\n")
     title = f"{options.model}, {options.devices} devices"
     show_results(

@@ -23,6 +23,7 @@ from penstock.cli._options import (
     Interruption,
     directory_option,
     file_option,
+    has_unicode,
     name_option,
     number_option,
     size_option,
@@ -44,6 +45,8 @@ _SWEEP_SHARES = (
     *(1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4),
     *(1 / 3, 1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16),
 )
+
+_TABLE_COLUMNS = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,11 +217,10 @@ def _run_one(captured: CapturedModel, out: Console, err: Console) -> None:
     device_bytes = parse_device_memory(options.device_memory, captured.peak_bytes)
     with _show_progress(err) as progress:
         plan = captured.make_plan(device_bytes, progress)
-    unicode = (out.encoding or "utf-8").lower().startswith("utf")
     sys.stdout.write(plan_table(captured.graph, plan) + "\n")
     columns = max(20, min(out.width, 100) - 14)
     out.print()
-    out.print(plan_blocks(captured.graph, plan, num_columns=columns, unicode=unicode))
+    out.print(plan_blocks(captured.graph, plan, num_columns=columns, unicode=has_unicode(out)))
     graph, title = captured.graph, f"{options.model}, planned"
     show_results(
         "penstock plan",
@@ -262,6 +264,7 @@ def _run_sweep(captured: CapturedModel, out: Console, err: Console) -> None:
 
     options = captured.options
     sweep = _sweep_memory(captured, err)
+    block = "\N{BLACK SQUARE}" if has_unicode(out) else "#"
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("", "memory", "share", "step", "speed", "gap"):
         table.add_column(heading, no_wrap=True)
@@ -275,12 +278,13 @@ def _run_sweep(captured: CapturedModel, out: Console, err: Console) -> None:
                 format_bytes(point.device_bytes),
                 f"{point.device_bytes / captured.peak_bytes:.2f}",
                 format_seconds(point.step_seconds),
-                f"{speed:>4.0%} " + "\N{BLACK SQUARE}" * round(10 * speed),
+                f"{speed:>4.0%} " + block * round(10 * speed),
                 "" if gap is None else f"{gap:.1%}",
             )
     if sweep.minimum_bytes is not None:
         share = f"{sweep.minimum_bytes / captured.peak_bytes:.2f}"
         table.add_row("none", f"below {format_bytes(sweep.minimum_bytes)}", share, "", "", "")
+    out.width = max(out.width, _TABLE_COLUMNS)  # a narrow terminal wraps lines and cuts no numbers
     out.print(table)
     text = json.dumps(sweep.to_dict(), indent=1) + "\n"
     show_results(

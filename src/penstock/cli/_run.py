@@ -9,6 +9,7 @@ every end of the script, also after an exception or Ctrl-C.
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 import logging
@@ -139,6 +140,12 @@ class RunCommand(TyperCommand):
             num_own = len(ctx.params["arguments"])
             ctx.params["arguments"] = args[len(args) - num_own :]
         return remaining
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run with the standard output of `python`, whose handler of errors is the context's."""
+        if ctx.obj is not None and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors=ctx.obj)
+        return super().invoke(ctx)
 
 
 def run(options: RunOptions) -> None:

@@ -471,11 +471,16 @@ def plan_blocks(
                 text.append(" ")
         text.append("\n")
     text.append(f"{'0 B':>{width}} {corner}{line * num_columns}\n")
-    text.append(f"{'':>{width}}  0{format_seconds(step):>{num_columns - 1}}\n{'':>{width}}  ")
+    text.append(f"{'':>{width}}  0{format_seconds(step):>{num_columns - 1}}\n{'':>{width}}")
     shown = {kind for column in columns for kind in column}
+    num_left = num_columns
     for kind in (kind for kind in memory if kind in shown):
-        text.append(cells[kind] * 2, style=_KIND_STYLES[kind].colour)
-        text.append(f" {_KIND_STYLES[kind].name}  ")
+        entry = f" {_KIND_STYLES[kind].name}"
+        if num_left < len(entry) + 4 <= num_columns:  # an entry is not broken
+            text.append(f"\n{'':>{width}}")
+            num_left = num_columns
+        text.append("  ").append(cells[kind] * 2, style=_KIND_STYLES[kind].colour).append(entry)
+        num_left -= len(entry) + 4
     return text
 
 
