@@ -201,7 +201,7 @@ def test_as_text(monkeypatch: pytest.MonkeyPatch, capsys):
         env.Finding(name="torch", status="broken", value="is not installed", remedy="Install it."),
     ]
     monkeypatch.setattr(env, "collect_checks", lambda: iter(checks))
-    assert env.main([]) == 0
+    assert env.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["ok", "python", "3.11"]
     assert lines[1].startswith("BROKEN  torch")

@@ -388,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the state of the installation, as the arguments, by default the process's, ask.
 
     Returns:
-        The exit status: 0, also when something is broken, because the question was answered.
+        The exit status: 1 if something is broken, else 0.
     """
     parser = argparse.ArgumentParser(
         prog="penstock env", description="Show what Penstock finds on this machine."
@@ -404,7 +404,7 @@ def main(arguments: list[str] | None = None) -> int:
     num_broken = sum(check.status == "broken" for check in checks)
     verdict = f"\n{num_broken} broken: see above." if num_broken else "\nNothing is broken."
     sys.stdout.write((json.dumps(to_dict(checks), indent=2) if as_json else verdict) + "\n")
-    return 0
+    return 1 if num_broken else 0
 
 
 if __name__ == "__main__":

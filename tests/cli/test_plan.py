@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,19 +182,55 @@ def test_shares_and_sizes():
     assert parse_device_memory("1/8", 1000) == 125
     assert parse_device_memory("12.5%", 1000) == 125
     assert parse_device_memory("1KiB", 1000) == 1024
-    with pytest.raises(ValueError, match="--device-memory"):
+    with pytest.raises(ValueError, match=r'--device-memory.*; got .1/0.; or .*"1/8" or "25%"'):
         parse_device_memory("1/0", 1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("gpt2", "--device-memory", "abc"), '"1/8"'),
+        (("gpt2", "--sweep", "--device-memory", "1GiB"), "no use of --device-memory"),
+        (("{graph}", "--batch", "3", "--optimizer", "sgd"), "leave out --batch and --optimizer"),
+        (("train:two", "--dtype", "float16"), "leave out --dtype"),
+        (("train:two",), "returned a tuple of 2: it must"),
+        (("{plan}",), "plan.json is a plan and no step graph"),
+        (("{damaged}",), "damaged.json: this step graph"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(arguments, said, saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    (tmp_path / "train.py").write_text("def two():\n    return 1, 2\n")
+    (tmp_path / "plan.json").write_text('{"format": "penstock-plan"}')
+    (tmp_path / "damaged.json").write_text(saved.read_text().replace("512", "513"))
+    names = {name: tmp_path / f"{name}.json" for name in ("graph", "plan", "damaged")}
+    code, _, err = run(*(each.format(**names) for each in arguments))
+    assert code == 2
+    assert said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_errors_of_a_function_are_shown_from_its_line_on(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    (tmp_path / "train.py").write_text("def bad():\n    raise RuntimeError('no luck')\n")
+    with pytest.raises(SystemExit) as stop:
+        app([command, "train:bad"], standalone_mode=False)
+    errors = capsys.readouterr().err
+    assert stop.value.code == 1
+    assert errors.count("File ") == 1 and "train.py" in errors and "no luck" in errors
 
 
 def test_what_is_no_model_is_said(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="gpt2, gpt2-medium"):
         load_graph("nonsense", OPTIONS)
     with pytest.raises(ModelError, match="cannot be imported"):
-        load_graph("no_such_module:make", OPTIONS)
+        load_graph("no_such_module:make", ModelOptions())
     (tmp_path / "half_written.py").write_text("def make(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModelError, match=r"cannot be imported \(.*half_written\.py, line 1"):
-        load_graph("half_written:make", OPTIONS)
+        load_graph("half_written:make", ModelOptions())
     with pytest.raises(ModelError, match="cannot be read"):
         load_graph(str(tmp_path / "none.json"), OPTIONS)
     wrong = tmp_path / "wrong.json"
@@ -205,7 +242,9 @@ def test_what_is_no_model_is_said(tmp_path, monkeypatch):
         load_graph(str(wrong), OPTIONS)
     wrong.write_text('{"format": "something"}')
     with pytest.raises(GraphFileError):
-        load_graph(str(wrong), OPTIONS)
+        load_graph(str(wrong), ModelOptions())
+    with pytest.raises(ModelError, match="names no function"):
+        load_graph(":", ModelOptions())
 
 
 def test_a_function_of_the_user_is_captured(tmp_path, monkeypatch):
@@ -219,13 +258,13 @@ def test_a_function_of_the_user_is_captured(tmp_path, monkeypatch):
         "def wrong():\n"
         "    return 1\n"
     )
-    graph = load_graph("my_training:make", OPTIONS)
+    graph = load_graph("my_training:make", ModelOptions())
     assert graph.loss is not None
     parameters = [storage for storage in graph.storages if storage.kind == "parameter"]
     assert {s.num_bytes for s in parameters} == {64}  # 48 and 12, in whole alignments
     assert {(3, 4), (3,)} <= {view.shape for view in graph.tensors.values()}
     with pytest.raises(ModelError, match="returned int"):
-        load_graph("my_training:wrong", OPTIONS)
+        load_graph("my_training:wrong", ModelOptions())
 
 
 def test_a_configuration_is_captured(tmp_path):

@@ -253,9 +253,12 @@ def test_ends_of_a_script(store: Path, tmp_path: Path):
     cases = [_run.RunOptions(script="end.py", arguments=[end], store=str(store)) for end in ends]
     cases.append(_run.RunOptions(script="wrong.py", store=str(store)))
     cases.append(_run.RunOptions(script="nowhere.module", module=True, store=str(store)))
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
     cases.append(_run.RunOptions(script=".", store=str(store)))
+    cases.append(_run.RunOptions(script="package", module=True, store=str(store)))
     results = launch_all(cases, cwd=tmp_path, python=find_python("torch"))
-    assert [exit_code for exit_code, _, _ in results] == [0, 1, 7, 1, -2, 1, 1, 1]
+    assert [exit_code for exit_code, _, _ in results] == [0, 1, 7, 1, -2, 1, 1, 1, 1]
     said = [OURS.sub("", errors) for _, _, errors in results]
     assert said[0] == said[2] == ""
     assert said[1] == run_python("end.py", "raise", cwd=tmp_path).stderr
@@ -263,7 +266,8 @@ def test_ends_of_a_script(store: Path, tmp_path: Path):
     assert said[4].startswith("Traceback")
     assert said[4].endswith("KeyboardInterrupt\n")
     assert said[5] == run_python("wrong.py", cwd=tmp_path).stderr
-    for missing, (_, _, errors) in zip(("nowhere.module", "."), results[6:], strict=True):
+    assert "package is a package without a module __main__" in results[8][2]
+    for missing, (_, _, errors) in zip(("nowhere.module", "."), results[6:8], strict=True):
         assert "cannot find " in errors and missing in errors
         assert "Traceback" not in errors
     assert not any("saved no activations" in errors for _, _, errors in results[5:])
@@ -586,5 +590,5 @@ def test_without_typer_only_env_works(tmp_path: Path):
     # A torch that fails at once keeps this quick; test_env has the rest.
     (tmp_path / "torch.py").write_text("raise ImportError\n")
     done = run_python("-m", "penstock", "env", "--json", cwd=tmp_path, PYTHONPATH=path)
-    assert done.returncode == 0
+    assert done.returncode == 1  # torch is broken
     assert json.loads(done.stdout)["checks"]

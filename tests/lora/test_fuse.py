@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 import warnings
 from collections import Counter
 
@@ -462,3 +463,10 @@ def test_dropout_under_vmap_is_drawn_as_it_says():
     assert torch.equal(same[0], same[1])
     different = torch.func.vmap(layer, randomness="different")(x)
     assert not torch.allclose(different[0], different[1])
+
+
+@pytest.mark.parametrize("function", [fuse, unfuse, fuse_report])
+def test_without_peft_it_is_said_what_to_install(function, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install peft"):
+        function(torch.nn.Linear(2, 2))

@@ -1,6 +1,7 @@
 """The wrapper of HiGHS: optima, proofs that there is none, and limits."""
 
 import doctest
+import sys
 
 import pytest
 
@@ -56,3 +57,11 @@ def test_a_time_that_is_up_is_said():
 def test_a_missing_solver_is_noticed(monkeypatch: pytest.MonkeyPatch, installed: bool):
     monkeypatch.setattr(_linear_program, "find_spec", lambda name: object() if installed else None)
     assert can_solve() is installed
+
+
+def test_without_the_solver_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    program = LinearProgram()
+    program.column(cost=1.0)
+    with pytest.raises(ImportError, match="pip install highspy"):
+        program.solve(time_limit=1.0)

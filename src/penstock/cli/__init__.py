@@ -110,6 +110,8 @@ def probe(options: ProbeOptions) -> None:
 def env(options: EnvOptions) -> None:
     """Show what Penstock finds on this machine, and what is wrong with it.
 
+    The exit status is 1 if something is broken.
+
     Works when torch, the compiler or the cache directory do not; where typer or rich are missing,
     `python -m penstock.env` prints the same. Put its output into bug reports.
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli._functions import import_function
+from penstock.cli._functions import frames_of_user, import_function
 from penstock.cli._options import NEEDS_VIZ, file_option, name_option, number_option
 from penstock.cli._results import check_results, write_results
 
@@ -61,7 +61,10 @@ def explain(options: ExplainOptions) -> None:
     function = import_function(options.function)
     base = None if options.base is None else import_function(options.base)
     machine = None if options.machine is None else memory.machine(options.machine)
-    report = iomodel.explain(function, base=base, machine=machine, repetitions=options.repetitions)
+    with frames_of_user():
+        report = iomodel.explain(
+            function, base=base, machine=machine, repetitions=options.repetitions
+        )
     print(json.dumps(report.to_dict(), indent=2) if options.as_json else report)
     done = write_results("penstock explain", {"picture": (options.picture, report.draw)})
     if options.picture is not None and not done:

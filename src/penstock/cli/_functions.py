@@ -3,9 +3,41 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from penstock.errors import PenstockError
+
+_INSTALLED = (
+    str(Path(__file__).parents[1]) + os.sep,
+    *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib")),
+    "<frozen",
+)
+
+
+@contextmanager
+def frames_of_user() -> Iterator[None]:
+    """End the process with status 1 after an error of the user's code, shown from its line on.
+
+    Errors of Penstock, and those without a line of the user's, pass.
+    """
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        shown = error.__traceback__
+        while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_INSTALLED):
+            shown = shown.tb_next
+        if shown is None:
+            raise
+        sys.excepthook(type(error), error.with_traceback(shown), shown)
+        sys.exit(1)
 
 
 def import_function(source: str) -> Callable[[], Any]:
@@ -18,6 +50,8 @@ def import_function(source: str) -> Callable[[], Any]:
         ValueError: There is no such module, it is not Python, or it has nothing to call.
     """
     module_name, _, function_name = source.partition(":")
+    if not function_name:
+        raise ValueError(f"{source!r} names no function: give module:function, as in train:make")
     sys.path.insert(0, "")  # as `python -m` does
     try:
         function = getattr(importlib.import_module(module_name), function_name)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from penstock.cli._functions import import_function
+from penstock.cli._functions import frames_of_user, import_function
 from penstock.cli._options import name_option, number_option
-from penstock.errors import PenstockError
+from penstock.errors import GraphFileError, PenstockError
 
 if TYPE_CHECKING:
     import torch
@@ -61,30 +61,50 @@ _TASKS = {
 }
 
 
+_OF_NAMES = "Of a model by name or configuration; default:"
+_BATCH = 8
+
+
 class ModelError(PenstockError):
     """A MODEL that names no model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Training options of a model that comes from a configuration."""
+    """Training options of a model that comes from a name or a configuration, and of no other."""
 
-    batch: Annotated[int, number_option("Samples of a batch.", min=1)] = 8
+    batch: Annotated[
+        int | None,
+        number_option(f"Samples of a batch. {_OF_NAMES} 8.", min=1, show_default=False),
+    ] = None
     sequence: Annotated[
         int | None,
         number_option(
-            "Tokens of a sample. Default: the model's longest, at most 1024.",
+            f"Tokens of a sample. {_OF_NAMES} the model's longest, at most 1024.",
             min=1,
             show_default=False,
         ),
     ] = None
     optimizer: Annotated[
-        Literal["adamw", "adam", "sgd"], name_option("adamw, adam, or sgd (with momentum).")
-    ] = "adamw"
+        Literal["adamw", "adam", "sgd"] | None,
+        name_option(f"adamw, adam, or sgd (with momentum). {_OF_NAMES} adamw.", show_default=False),
+    ] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"],
-        name_option("Of parameters: float32, bfloat16, float16."),
-    ] = "float32"
+        Literal["float32", "bfloat16", "float16"] | None,
+        name_option(
+            f"Of parameters: float32, bfloat16, float16. {_OF_NAMES} float32.", show_default=False
+        ),
+    ] = None
+
+    def refuse(self, source: str, kind: str) -> None:
+        """Raise if one is given for a model that has its own."""
+        names = (field.name for field in fields(ModelOptions))
+        given = [f"--{name}" for name in names if getattr(self, name) is not None]
+        if given:
+            raise ModelError(
+                f"{source} is {kind}, with a batch, an optimizer and a dtype of its own: leave out "
+                f"{' and '.join(given)}, which are for models by name and configurations"
+            )
 
 
 def load_graph(source: str, options: ModelOptions) -> StepGraph:
@@ -104,10 +124,16 @@ def load_graph(source: str, options: ModelOptions) -> StepGraph:
     path = Path(source)
     if path.suffix in (".json", ".gz") or path.is_file():
         values = _read_json(path)
-        if values is None or "format" in values:
+        if values is not None and "format" not in values:
+            return capture(*_make_from_config(values, source, options))
+        _check_kind(path, values)
+        options.refuse(source, "a saved step graph")
+        try:
             return StepGraph.load(path)
-        return capture(*_make_from_config(values, source, options))
+        except GraphFileError as error:
+            raise GraphFileError(f"{path}: {error}") from error
     if ":" in source:
+        options.refuse(source, "a function")
         return capture_function(source)
     if source in SHAPES:
         return capture(*_make_from_config(SHAPES[source], source, options))
@@ -125,14 +151,26 @@ def capture_function(source: str) -> StepGraph:
         function = import_function(source)
     except ValueError as error:
         raise ModelError(str(error)) from error
-    parts = function()
+    with frames_of_user():
+        parts = function()
     if not isinstance(parts, tuple) or len(parts) not in (3, 4):
+        found = f"a tuple of {len(parts)}" if isinstance(parts, tuple) else type(parts).__name__
         raise ModelError(
-            f"{source}() returned {type(parts).__name__}: it must return a tuple of model, "
-            "optimizer, batch and, if the model's output is not the loss, loss(output, batch)"
+            f"{source}() returned {found}: it must return a tuple of model, optimizer, batch and, "
+            "if the model's output is not the loss, loss(output, batch)"
         )
     model, optimizer, batch, *rest = parts
-    return capture(model, optimizer, batch, loss=rest[0] if rest else None)
+    with frames_of_user():
+        return capture(model, optimizer, batch, loss=rest[0] if rest else None)
+
+
+def _check_kind(path: Path, values: Mapping[str, Any] | None) -> None:
+    """Refuse a file of Penstock that holds another thing than a step graph, by its name."""
+    kind = str(values["format"]).removeprefix("penstock-") if values is not None else ""
+    if kind in ("plan", "partition"):
+        raise ModelError(
+            f"{path} is a {kind} and no step graph: give what --save-graph wrote, or the model"
+        )
 
 
 def _read_json(path: Path) -> Mapping[str, Any] | None:
@@ -181,27 +219,28 @@ def _make_from_config(
             model = make(config)
         else:
             model = transformers.AutoModelForCausalLM.from_config(config)
-        model = model.to(getattr(torch, options.dtype)).train()
+        model = model.to(getattr(torch, options.dtype or "float32")).train()
         batch = _make_batch(config, options)
-    return model, _make_optimizer(options.optimizer, model), batch
+    return model, _make_optimizer(options.optimizer or "adamw", model), batch
 
 
 def _make_batch(config: Any, options: ModelOptions) -> dict[str, torch.Tensor]:
     import torch
 
+    num_samples = options.batch or _BATCH
     if hasattr(config, "image_size"):
         side, channels = config.image_size, getattr(config, "num_channels", 3)
-        dtype = getattr(torch, options.dtype)
+        dtype = getattr(torch, options.dtype or "float32")
         return {
             "pixel_values": torch.empty(
-                options.batch, channels, side, side, dtype=dtype, device="cpu"
+                num_samples, channels, side, side, dtype=dtype, device="cpu"
             ),
-            "labels": torch.zeros(options.batch, dtype=torch.long, device="cpu"),
+            "labels": torch.zeros(num_samples, dtype=torch.long, device="cpu"),
         }
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     longest = next((limit for limit in limits if limit), 1024)
     length = options.sequence or min(longest, 1024)
-    shape = (options.batch, length)
+    shape = (num_samples, length)
     return {
         name: torch.zeros(shape, dtype=torch.long, device="cpu") for name in ("input_ids", "labels")
     }

@@ -83,6 +83,7 @@ def _show_partition(options: PartitionOptions) -> None:
     from penstock.planner.paging import peak_of_program_order
     from penstock.report import draw_frontier, frontier_table, partition_map
 
+    parse_device_memory(options.device_memory, 0)  # what is wrong is said before the capture
     check_results(save=options.save, save_graph=options.save_graph, picture=options.picture)
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     with err.status(f"Capturing a training step of {options.model}"):

@@ -166,6 +166,11 @@ def _show_plans(options: PlanOptions) -> None:
     from penstock.memory import machine, probe
     from penstock.planner.paging import peak_of_program_order
 
+    parse_device_memory(options.device_memory, 0)  # what is wrong is said before the capture
+    ignored = {"--device-memory": options.device_memory, "--trace": options.trace}
+    if options.sweep and any(ignored.values()):
+        names = " and ".join(name for name, value in ignored.items() if value)
+        raise ValueError(f"--sweep plans for many budgets, and has no use of {names}: leave it out")
     check_results(
         save=options.save,
         save_graph=options.save_graph,
@@ -207,7 +212,10 @@ def parse_device_memory(text: str | None, peak_bytes: int) -> int | None:
     share = parse_share(text)
     if share is not None:
         return int(peak_bytes * share)
-    return parse_bytes(text, name="--device-memory")
+    try:
+        return parse_bytes(text, name="--device-memory")
+    except ValueError as error:
+        raise ValueError(f'{error}; or a share above 0, such as "1/8" or "25%"') from error
 
 
 def _run_one(captured: CapturedModel, out: Console, err: Console) -> None:

@@ -118,6 +118,11 @@ class Script:
             spec = _find_module(self.name)
             if spec is not None and spec.submodule_search_locations is not None:  # a package
                 spec = _find_module(f"{self.name}.__main__")
+                if spec is None:
+                    raise SystemExit(
+                        f"penstock run: {self.name} is a package without a module __main__, and "
+                        "cannot be run"
+                    )
         else:
             spec = importlib.machinery.PathFinder.find_spec("__main__", [self._find_first_path()])
         # InspectLoader's method; frozen, zip and source loaders all have it.

@@ -128,6 +128,7 @@ def unfuse(peft_model: Model) -> Model:
         ImportError: PEFT is not installed.
         TypeError: The model is not one of PEFT with LoRA.
     """
+    _require_peft()
     from peft.tuners.lora.model import LoraModel
 
     from penstock.lora import _fused_model
@@ -162,6 +163,7 @@ def fuse_report(peft_model: torch.nn.Module) -> FuseReport:
         ImportError: PEFT is not installed.
         TypeError: The model is not one of PEFT with LoRA.
     """
+    _require_peft()
     from peft.tuners.lora.layer import LoraLayer, MultiheadAttention
 
     from penstock.lora._fused_layer import FusedLayer, find_base_obstacle
@@ -189,8 +191,21 @@ def fuse_report(peft_model: torch.nn.Module) -> FuseReport:
     return FuseReport(tuple(fused), added, stock)
 
 
+def _require_peft() -> None:
+    try:
+        import peft  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "peft":  # it is there, and something that it needs is not
+            raise
+        raise ModuleNotFoundError(
+            "penstock.lora fuses the adapters of PEFT, which is not installed: pip install peft",
+            name=error.name,
+        ) from error
+
+
 def _tuner_of(peft_model: object) -> Any:
     """Return PEFT's LoRA model within a model."""
+    _require_peft()
     from peft import PeftModel
     from peft.tuners.lora.model import LoraModel
 

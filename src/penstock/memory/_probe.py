@@ -132,8 +132,8 @@ def probe(
             entry.save(partial(_write_profile, profile))
             if profile.was_busy:
                 _log.warning(
-                    "the machine was busy while it was measured (%s processes for each core, rates "
-                    "vary by %.0f %%): plans use what was left of it; it is measured again "
+                    "penstock.probe: the machine was busy while it was measured (%s processes for "
+                    "each core, rates vary by %.0f %%): plans use what was left of it; it is measured again "
                     "once it is quieter",
                     "unknown" if load is None else f"{load:.1f}",
                     100 * profile.spread,

@@ -16,6 +16,14 @@ def can_solve() -> bool:
     return find_spec("highspy") is not None
 
 
+def _import_solver() -> Any:
+    try:
+        import highspy
+    except ImportError as error:
+        raise ImportError("linear programs need HiGHS: pip install highspy") from error
+    return highspy
+
+
 class LinearProgram:
     """Minimise a cost over columns with bounds, under rows with bounds.
 
@@ -111,8 +119,7 @@ class LinearProgram:
             max_nodes: With integers, nodes of branch and bound after which the search ends: unlike
                 a time, a limit that gives the same result on every machine. None: no limit.
         """
-        import highspy
-
+        highspy = _import_solver()
         if self._solver is None:
             self._solver = self._make_solver()
         solver = self._solver
@@ -133,8 +140,7 @@ class LinearProgram:
         return solver.getObjectiveValue() if self.proved_optimal else None
 
     def _make_solver(self) -> Any:
-        import highspy
-
+        highspy = _import_solver()
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = len(self._cost), len(self._row_lower)
         program.col_cost_ = np.array(self._cost)
