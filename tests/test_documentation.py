@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import penstock
 from fork_servers import find_python
 from penstock.unified.overrides.registry import OVERRIDES
 
@@ -197,3 +198,10 @@ def test_the_ways_that_contributors_are_shown_exist():
     for first, last in rows:
         assert first in tour, "from the README in two hops"
         assert (PACKAGE / first).is_file() and (PACKAGE / last).is_file()
+
+
+def test_all_names_of_the_package_are_in_the_table_of_the_reference():
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    rooms = {path.stem for path in PACKAGE.iterdir()}
+    named = re.findall(r"^\| `penstock\.(\w+)` \|", page, re.M)
+    assert set(penstock.__all__) - rooms - {"__version__"} <= set(named)

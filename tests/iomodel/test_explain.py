@@ -219,6 +219,17 @@ def test_the_picture_is_a_png(processor, tmp_path):
     assert (tmp_path / "roofline.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_picture_has_two_rates_at_least_on_its_axis(processor, tmp_path, monkeypatch):
+    """Also where all of them lie within a decade."""
+    figures, drawn = pytest.importorskip("matplotlib.figure"), []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    a = torch.zeros(256, 256)
+    explain_here(processor, torch.mm, a, a).draw(tmp_path / "roofline.png")
+    axis = drawn[0].axes[0].yaxis
+    axis.axes.set_ylim(3, 25)
+    assert len([at for at in axis.get_majorticklocs() if 3 <= at <= 25]) >= 2
+
+
 def test_kernels_are_counted_under_the_interpreter(tmp_path):
     pytest.importorskip("triton")
     done = subprocess.run(

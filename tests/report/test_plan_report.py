@@ -13,6 +13,7 @@ from penstock.planner.paging import Recomputation, plan_by_paging
 from penstock.report import (
     Sweep,
     SweepPoint,
+    _plan,
     draw_plan,
     draw_sweep,
     plan_blocks,
@@ -163,3 +164,19 @@ def test_the_workspace_is_said_to_be_of_the_device(graph, plan):
     lines = plan_table(graph, of_parts).splitlines()
     device = next(number for number, line in enumerate(lines) if "device  " in line)
     assert "of it workspace" in lines[device + 1] and "split" in lines[device + 2]
+
+
+def test_pictures_of_small_steps_have_small_units_and_an_ordered_legend(
+    graph, plan, tmp_path, monkeypatch
+):
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw_plan(graph, plan, tmp_path / "plan.png")
+    monkeypatch.setattr(_plan, "MOST_MILLISECONDS", 10**9)
+    draw_plan(graph, plan, tmp_path / "plan.png")
+    units = [(f.axes[0].get_ylabel()[-5:], f.axes[1].get_xlabel()[-4:]) for f in drawn]
+    assert units == [(", MiB", "p, s"), (", MiB", ", ms")]
+    (legend,) = (f.axes[1].get_legend() for f in drawn[1:])
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names[:2] == ["forward", "backward"]

@@ -107,6 +107,11 @@ class ModelOptions:
             )
 
 
+def name_model(source: str) -> str:
+    """Return the name of a model for titles: of a file its own, without folder and suffix."""
+    return Path(source).name.removesuffix(".gz").removesuffix(".json")
+
+
 def load_graph(source: str, options: ModelOptions) -> StepGraph:
     """Capture the step of a model, or read a saved one.
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli._models import ModelOptions, load_graph
+from penstock.cli._models import ModelOptions, load_graph, name_model
 from penstock.cli._options import (
     MACHINE_OPTION,
     MODEL_ARGUMENT,
@@ -111,7 +111,7 @@ def _show_partition(options: PartitionOptions) -> None:
         check(graph, found)
     sys.stdout.write(f"{found}\n\n{frontier_table(found, unicode=has_unicode(out))}\n\n")
     sys.stdout.write(f"{partition_map(graph, found)}\n")
-    title = f"{options.model}, {options.devices} devices"
+    title = f"{name_model(options.model)}, split over {options.devices} devices"
     show_results(
         "penstock partition",
         {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._models import ModelOptions, load_graph
+from penstock.cli._models import ModelOptions, load_graph, name_model
 from penstock.cli._options import (
     MACHINE_OPTION,
     MODEL_ARGUMENT,
@@ -341,7 +341,7 @@ def _sweep_memory(captured: CapturedModel, err: Console) -> Sweep:
             if interrupts:
                 break
     return Sweep(
-        title=Path(captured.options.model).name.removesuffix(".gz").removesuffix(".json"),
+        title=name_model(captured.options.model),
         machine=captured.machine.name,
         ideal_seconds=ideal,
         points=tuple(points),

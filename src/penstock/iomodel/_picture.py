@@ -44,6 +44,8 @@ def draw_roofline(function: Roofline, base: Roofline | None, machine: str, path:
 
 
 def _draw(axes: Axes, function: Roofline, base: Roofline | None, machine: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     both = [each for each in (function, base) if each is not None]
     has_operations = all(each.operations for each in both)
     unit = "operations" if has_operations else "bytes asked for"
@@ -73,6 +75,7 @@ def _draw(axes: Axes, function: Roofline, base: Roofline | None, machine: str) -
         axes.plot([], [], "o", color="#555555", markerfacecolor=face, label=each.name)
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlim=span)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))  # fewer than a decade may show
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")

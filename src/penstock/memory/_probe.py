@@ -133,8 +133,8 @@ def probe(
             if profile.was_busy:
                 _log.warning(
                     "penstock.probe: the machine was busy while it was measured (%s processes for "
-                    "each core, rates vary by %.0f %%): plans use what was left of it; it is measured again "
-                    "once it is quieter",
+                    "each core, rates vary by %.0f %%): plans use what was left of it; it is "
+                    "measured again once it is quieter",
                     "unknown" if load is None else f"{load:.1f}",
                     100 * profile.spread,
                 )

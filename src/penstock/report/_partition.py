@@ -183,12 +183,12 @@ def draw_frontier(partition: Partition, path: str | os.PathLike[str], *, title: 
     memory = [point.peak_device_bytes / unit for point in points]
     received = [point.exchanged_bytes / other for point in points]
     axes.plot(memory, received, drawstyle="steps-post", color="#7F7F7F", linewidth=1)
-    axes.plot(memory, received, "o", color="#0072B2", label="partitions")
+    axes.plot(memory, received, "o", color="#0072B2", label="partitions", clip_on=False)
     here = partition.peak_device_bytes / unit, partition.exchanged_bytes / other
-    axes.plot(*here, "o", markersize=11, color="#D55E00", label="this one")
+    axes.plot(*here, "o", markersize=11, color="#D55E00", label="this one", clip_on=False)
     if partition.device_bytes is not None:
         axes.axvline(partition.device_bytes / unit, color="#D55E00", linestyle=":", label="budget")
-    axes.set(xlabel=f"memory of the fullest rank ({name})", ylim=(0, None))
+    axes.set(xlabel=f"memory of the fullest rank ({name})", ylim=(0, 1.06 * max(received) or None))
     axes.set(ylabel=f"received by a rank in a step ({other_name})")
     axes.legend(frameon=False)
     write_figure(figure, path, title or f"{partition.devices} devices")

@@ -47,7 +47,7 @@ _STYLES = {
     LaneKind.OTHER: ("other", _GREY),
 }
 
-_MOST_MILLISECONDS = 2000  # on the axis of time; a longer one is in seconds
+MOST_MILLISECONDS = 2000  # on the axis of time; a longer one is in seconds
 _LEGEND_SIZES = {"fontsize": 11, "title_fontsize": 11}
 _FIGURE_WIDTH_INCHES = 13.0
 _MEMORY_HEIGHT_INCHES = 3.4
@@ -138,7 +138,8 @@ def draw_lanes(
     axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # the first lane is on top
     style_axes(axes, grid="x")
     if lanes:
-        patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
+        order = [label for label, _ in styles.values() if label in colours]
+        patches = [Patch(color=colours[label], label=label) for label in dict.fromkeys(order)]
         axes.legend(handles=patches, **LEGEND_OUTSIDE, **legend)
 
 
@@ -229,7 +230,7 @@ def _draw_activity(axes: Axes, lanes: list[Lane], origin_ns: int, end_ns: int) -
         _write_note(axes, "no compute, transfer or stall was recorded")
     # An empty timeline still gets an axis of positive length.
     axes.set_xlim(0, max((end_ns - origin_ns) / 1e6, 1e-3))
-    if end_ns - origin_ns > _MOST_MILLISECONDS * 1_000_000:  # as in the headline
+    if end_ns - origin_ns > MOST_MILLISECONDS * 1_000_000:  # as in the headline
         axes.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1000:g}")
         axes.set_xlabel("time, s", fontsize=12)
 

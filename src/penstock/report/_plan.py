@@ -21,6 +21,8 @@ from penstock.memory import Span, Tier, Timeline
 from penstock.planner import Copy, Plan, Simulation, simulate
 from penstock.report._picture import (
     LEGEND_OUTSIDE,
+    MOST_MILLISECONDS,
+    choose_unit,
     draw_lanes,
     new_figure,
     style_axes,
@@ -39,8 +41,6 @@ from penstock.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.text import Text
-
-_GIB = 1 << 30
 
 
 class _KindStyle(NamedTuple):
@@ -278,12 +278,14 @@ def draw_plan(
     figure = new_figure("a plan", (12.0, 6.4), pads_inches=(0.12, 0.1))
     simulation = simulate(graph, plan)
     memory_axes, lane_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3.4, 1.5])
-    _draw_memory(memory_axes, plan, simulation)
     lanes = sort_into_lanes(plan_timeline(graph, plan, simulation, name_operators=False))
     names = [lane.title.removeprefix("writes ").removeprefix("reads ") for lane in lanes]
-    draw_lanes(lane_axes, lanes, names, _LANE_STYLES, unit_ns=1e9, fontsize=10)
-    lane_axes.set_xlabel("time within a step, seconds", fontsize=11)
-    lane_axes.set_xlim(0, max(simulation.step_seconds, 1e-9))
+    is_short = simulation.step_seconds * 1e3 <= MOST_MILLISECONDS
+    unit_seconds, unit = (1e-3, "ms") if is_short else (1.0, "s")
+    _draw_memory(memory_axes, plan, simulation, unit_seconds)
+    draw_lanes(lane_axes, lanes, names, _LANE_STYLES, unit_ns=unit_seconds * 1e9, fontsize=10)
+    lane_axes.set_xlabel(f"time within a step, {unit}", fontsize=11)
+    lane_axes.set_xlim(0, max(simulation.step_seconds, 1e-9) / unit_seconds)
     return write_figure(figure, path, title or _make_headline(plan))
 
 
@@ -320,13 +322,15 @@ def _list_kinds(simulation: Simulation) -> list[Kind]:
     return [kind for kind in _KIND_STYLES if any(simulation.memory_bytes.get(kind, ()))]
 
 
-def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
+def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation, unit_seconds: float) -> None:
     starts = [start for start, _ in simulation.positions]
-    edges = [0.0, *starts[1:], simulation.step_seconds]
+    edges = [at / unit_seconds for at in (0.0, *starts[1:], simulation.step_seconds)]
+    limit = plan.budget.device_bytes
+    unit_bytes, unit = choose_unit(max(plan.arena_bytes, limit or 0))
     base = [0.0] * len(edges)
     for kind in _list_kinds(simulation):
         taken = simulation.memory_bytes[kind]
-        values = [num_bytes / _GIB for num_bytes in (*taken, taken[-1])]
+        values = [num_bytes / unit_bytes for num_bytes in (*taken, taken[-1])]
         top = [low + more for low, more in zip(base, values, strict=True)]
         axes.fill_between(
             edges,
@@ -338,21 +342,20 @@ def _draw_memory(axes: Axes, plan: Plan, simulation: Simulation) -> None:
             label=f"{_KIND_STYLES[kind].name}, at most {format_bytes(max(taken))}",
         )
         base = top
-    limit = plan.budget.device_bytes
-    arena = plan.arena_bytes / _GIB
+    arena = plan.arena_bytes / unit_bytes
     axes.axhline(
         arena, color="black", linewidth=1.2, label=f"arena, {format_bytes(plan.arena_bytes)}"
     )
     if limit is not None:
         axes.axhline(
-            limit / _GIB,
+            limit / unit_bytes,
             color="#D55E00",
             linewidth=1.2,
             linestyle="--",
             label=f"budget, {format_bytes(limit)}",
         )
-    axes.set_ylim(0, 1.06 * max(arena, (limit or 0) / _GIB, 1e-9))
-    axes.set_ylabel("device memory, GiB", fontsize=11)
+    axes.set_ylim(0, 1.06 * max(arena, (limit or 0) / unit_bytes, 1e-9))
+    axes.set_ylabel(f"device memory, {unit}", fontsize=11)
     style_axes(axes)
     axes.legend(**LEGEND_OUTSIDE, fontsize=10)
 

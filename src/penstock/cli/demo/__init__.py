@@ -315,7 +315,7 @@ def _draw(results: Sequence[ArmResult], config: DemoConfig, path: Path) -> None:
 
     points = [
         ComparisonPoint(
-            ARMS[result.arm].removeprefix("planned, ").replace("Penstock", "offload"),
+            ARMS[result.arm].removeprefix("planned, "),
             result.peak_bytes,
             config.tokens_per_step / statistics.median(result.step_seconds),
             curve=result.arm in PLANNED,
