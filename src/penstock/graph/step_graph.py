@@ -382,14 +382,9 @@ class StepGraph:
         return graph
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the graph as JSON; compressed if the name ends in `.gz`.
-
-        Raises:
-            OSError: It cannot be written; a file that was there is as it was.
-        """
+        """Write the graph as JSON, whole or not at all; compressed if the name ends in `.gz`."""
         data = json.dumps(self.to_dict(), separators=(",", ":")).encode()
-        is_compressed = Path(path).suffix == ".gz"
-        replace_file(path, gzip.compress(data) if is_compressed else data)
+        replace_file(path, gzip.compress(data) if Path(path).suffix == ".gz" else data)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepGraph:
