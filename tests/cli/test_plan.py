@@ -127,7 +127,7 @@ def test_a_sweep_is_shown_whole_on_narrow_terminals_without_unicode(saved, monke
 
 
 def test_help_is_shown_on_terminals_without_unicode():
-    code = "import sys; from penstock import cli; sys.argv[1:] = ['run', '--help']; cli.main()"
+    code = "import sys; from penstock import cli; sys.argv[1:] = ['plan', '--help']; cli.main()"
     done = subprocess.run(
         [find_python("dynamo"), "-c", code],
         capture_output=True,
