@@ -60,10 +60,9 @@ def run_some_rows(
             "whether it is a sum over its rows; leave dropout out of the chain, or set its modules "
             "to eval()"
         )
-    result = result.detach()
     with torch.no_grad(), refuse_buffer_changes(modules):
-        _compare(run, result, rows, others, is_random)
-    return result
+        _compare(run, result.detach(), rows, others, is_random)
+    return result.detach()
 
 
 @run_uncompiled(reason="what the rows are decides what is refused")

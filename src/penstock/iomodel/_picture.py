@@ -44,8 +44,6 @@ def draw_roofline(function: Roofline, base: Roofline | None, machine: str, path:
 
 
 def _draw(axes: Axes, function: Roofline, base: Roofline | None, machine: str) -> None:
-    from matplotlib.ticker import LogLocator
-
     both = [each for each in (function, base) if each is not None]
     has_operations = all(each.operations for each in both)
     unit = "operations" if has_operations else "bytes asked for"
@@ -73,17 +71,23 @@ def _draw(axes: Axes, function: Roofline, base: Roofline | None, machine: str) -
     for each in both:
         face = "none" if each is base else "#555555"
         axes.plot([], [], "o", color="#555555", markerfacecolor=face, label=each.name)
+    _scale(axes, span)
+    axes.set_xlabel(f"{unit}, for each byte that the level moves")
+    axes.set_ylabel(f"{short} of {unit} ({_describe_time(function)} time)")
+    axes.set_title(f"{function.name} on {machine}", fontsize=10)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    axes.grid(visible=True, which="major", alpha=0.3)
+
+
+def _scale(axes: Axes, span: tuple[float, float]) -> None:
+    from matplotlib.ticker import LogLocator
+
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlim=span)
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))  # fewer than a decade may show
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
-    axes.set_xlabel(f"{unit}, for each byte that the level moves")
-    axes.set_ylabel(f"{short} of {unit} ({_describe_time(function)} time)")
-    axes.set_title(f"{function.name} on {machine}", fontsize=10)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    axes.grid(visible=True, which="major", alpha=0.3)
 
 
 def _find_points(
