@@ -33,7 +33,6 @@ from typing import Literal
 
 from penstock._lazy import cached_property
 from penstock.iomodel._chain_operator import ChainOperator
-from penstock.iomodel._chain_operator import Features as Features
 from penstock.iomodel._levels import (
     MemoryLevel,
     ceil_div,

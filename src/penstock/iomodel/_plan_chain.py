@@ -24,8 +24,9 @@ from torch.utils.flop_counter import flop_registry
 from penstock._lazy import cached_property
 from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dispatch import TorchDispatchMode, are_functorch_transforms_active, tree_leaves
-from penstock.iomodel._chain import ChainOperator, ChainPlan, Features, chain
+from penstock.iomodel._chain import ChainOperator, ChainPlan, chain
 from penstock.iomodel._chain_checks import check_result, refuse_buffer_changes
+from penstock.iomodel._chain_operator import Features
 from penstock.iomodel._feature_blocks import can_run_in_blocks
 from penstock.iomodel._levels import check_counts, this_machine
 from penstock.iomodel._module_tensors import ModuleTensors
