@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
+import os
 import threading
 
 import torch
@@ -15,6 +16,8 @@ from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import DeviceTable, MemoryUse, ReadRows
 
 CPU = torch.device("cpu")
+
+_counting = threading.Lock()  # of all counters: a forked child renews one, not one for each table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,15 +59,19 @@ class UnifiedReport(Report, title="penstock.unified"):
 class Counters(collections.Counter[str]):
     """Sums that several threads add to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-
     def add(self, **amounts: int) -> None:
         """Add to each of the named sums."""
-        with self._lock:
+        with _counting:
             for name, amount in amounts.items():
                 self[name] += amount
+
+
+def _reset_after_fork() -> None:
+    global _counting
+    _counting = threading.Lock()  # a thread that the child does not have may hold the old one
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class Table(abc.ABC):

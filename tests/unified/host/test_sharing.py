@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
+import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from penstock.errors import CapacityError
-from penstock.unified import UnifiedTensor, unify
+from penstock.unified import UnifiedTensor, _table, unify
+from penstock.unified._devices import gather_threads
 from penstock.unified.host import memory as host_memory
 
 
@@ -106,3 +110,56 @@ def test_descriptors_and_mappings_end_with_the_table():
         assert not plain.any()  # the memory lives as long as a tensor over it
         del plain
     assert counted() == before
+
+
+def run_in_fork(work: Callable[[], bool]) -> bool:
+    """Return what a function returns in a forked child, which has 20 seconds for it."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        is_right = False
+        try:
+            is_right = work()
+        finally:
+            os._exit(0 if is_right else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_child_that_is_forked_while_a_thread_counts_a_batch_does_not_hang(kind, tmp_path):
+    rows = np.arange(40, dtype=np.float32).reshape(20, 2)
+    np.save(tmp_path / "x.npy", rows)
+    table, index = unify(tmp_path / "x.npy" if kind == "file" else rows), torch.tensor([3, 1])
+    with _table._counting:
+        assert run_in_fork(lambda: table[index].tolist() == [[6, 7], [2, 3]])
+    if kind == "memory":
+        with host_memory._sharing:
+            assert run_in_fork(lambda: table.share_memory_().is_shared())
+
+
+def test_a_forked_child_copies_rows_without_the_threads_of_its_parent():
+    table, index = unify(torch.zeros(1000, 64)), torch.arange(1000)
+    ones, threads = torch.ones(1000, 64), torch.get_num_threads()
+
+    def work() -> bool:
+        table.index_copy_(0, index, ones)
+        table.index_add_(0, index, ones)
+        return table.gather_rows(index).numpy().min() == 2
+
+    torch.set_num_threads(2)
+    try:
+        table.gather_rows(index)
+        assert run_in_fork(work)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rows_that_a_thread_of_the_parent_gathers_are_gathered_in_a_forked_child():
+    table, is_forked = unify(torch.arange(40.0).view(20, 2)), threading.Event()
+    held = [gather_threads(os.getpid()).submit(is_forked.wait, 20) for _ in range(2)]
+    pending = table.gather_rows_async(torch.tensor([3, 1]))
+    assert run_in_fork(lambda: pending.done() and pending.wait().tolist() == [[6, 7], [2, 3]])
+    is_forked.set()
+    assert all(each.result() for each in held)
+    assert pending.wait().tolist() == [[6, 7], [2, 3]]

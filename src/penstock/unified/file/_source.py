@@ -140,9 +140,11 @@ class RowSource:
             return requested
         # It depends on how many of the rows are the same, or lie side by side.
         rows_per_page = max(1, PAGE_BYTES // layout.row_bytes)
-        # By NumPy: the threads of torch's operators are not there in a forked process.
-        num_pages = len(np.unique(index.numpy() // rows_per_page)) * pages_per_row
-        return requested + num_pages * PAGE_BYTES
+        # By NumPy: the threads of torch's operators are not there in a forked process. Not by its
+        # `unique`, which imports a module at first: another thread's import would hang there.
+        pages = np.sort(index.numpy() // rows_per_page, axis=None)
+        num_pages = 1 + int(np.count_nonzero(np.diff(pages)))
+        return requested + num_pages * pages_per_row * PAGE_BYTES
 
     def _is_forked(self) -> bool:
         return self._process != os.getpid()

@@ -38,6 +38,8 @@ _LARGE_BYTES = 16 * 2**20  # less than this is often memory that is used again
 _CHUNK_BYTES = 64 * 2**20  # touched, or moved, at a time
 _LONG_BYTES = 8 * 2**30  # touching more than this is worth a progress bar
 
+_sharing = threading.Lock()  # one for all memory: a forked child renews it
+
 
 class TableMemory:
     """Page-aligned memory of zeroes that can be shared with other processes.
@@ -56,7 +58,6 @@ class TableMemory:
             CapacityError: There is not that much.
         """
         self.num_bytes, self.descriptor = num_bytes, descriptor
-        self._lock = threading.Lock()
         if descriptor is None:
             self._content = _map_private(num_bytes)
         else:
@@ -76,7 +77,7 @@ class TableMemory:
         Raises:
             CapacityError: There is not enough memory to move a part of it.
         """
-        with self._lock:
+        with _sharing:
             if self.descriptor is None:
                 descriptor = os.memfd_create("penstock-table", os.MFD_CLOEXEC)
                 try:
@@ -149,6 +150,14 @@ class TableMemory:
             self._content[start : start + num_bytes : PAGE_BYTES].zero_()
         elif number:
             raise _capacity_error(self.num_bytes, os.strerror(number))
+
+
+def _reset_after_fork() -> None:
+    global _sharing
+    _sharing = threading.Lock()  # a thread that the child does not have may hold the old one
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _map_private(num_bytes: int) -> torch.Tensor:

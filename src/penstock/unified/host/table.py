@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ class HostTable(Table):
     ) -> None:
         super().__init__(tuple(use.rows.shape), use.rows.dtype, device, hot_rows, use)
         self.memory, self.rows = use.memory, use.rows
+        self._process = os.getpid()
 
     @classmethod
     def empty(
@@ -65,7 +67,8 @@ class HostTable(Table):
         """Read rows; see `Table`."""
         if self.use.is_registered:
             self.use.synchronize()
-        read_rows(self.rows, index, out, negative=negative)
+        single_thread = self._is_forked()
+        read_rows(self.rows, index, out, negative=negative, single_thread=single_thread)
         self.count_batch(index, out.numel() * out.element_size())
 
     def _host_reader(self) -> ReadRows:
@@ -94,11 +97,16 @@ class HostTable(Table):
             self.use.mark_written(index, before)
             return
         index, source = index.cpu(), source.cpu()
+        options = {"negative": negative, "single_thread": self._is_forked()}
         with self.write_access(index) as rows:
             if alpha is None:
-                write_rows(rows, index, source, negative=negative)
+                write_rows(rows, index, source, **options)
             else:
-                add_rows(rows, index, source, alpha=alpha, negative=negative)
+                add_rows(rows, index, source, alpha=alpha, **options)
+
+    def _is_forked(self) -> bool:
+        """Return whether this process is a forked child of the one that made the table."""
+        return self._process != os.getpid()
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor lies in the table's memory; see `Table`."""
@@ -179,6 +187,7 @@ def add_rows(
     *,
     alpha: float = 1,
     negative: bool = False,
+    single_thread: bool = False,
 ) -> None:
     """Add rows of a tensor: `table[index[i]] += alpha * source[i]`; see `Table.write_rows`.
 
@@ -192,7 +201,7 @@ def add_rows(
         return
     num_bytes = source.numel() * source.element_size()
     last = *_rows_of(source), float(alpha), table.dtype == torch.float64
-    _call(library.penstock_add_rows, table, index, negative, num_bytes, False, last)
+    _call(library.penstock_add_rows, table, index, negative, num_bytes, single_thread, last)
 
 
 def _call(

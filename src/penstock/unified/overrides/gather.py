@@ -52,10 +52,12 @@ class PendingRows:
         self._table = table
         self._index = check_index(index)
         device = _choose_device(table, index, None)
-        if device.type == "cpu":
+        self._by_thread = device.type == "cpu"
+        self._process = os.getpid()
+        if self._by_thread:
             if stream is not None:
                 raise ValueError("stream: rows that go to the CPU are gathered by a thread")
-            threads = gather_threads(os.getpid())
+            threads = gather_threads(self._process)
             self._rows = threads.submit(_read_rows, table, index, None, False)
         else:
             self._rows = table._table.device_table(device).start_read(index, stream)
@@ -64,7 +66,7 @@ class PendingRows:
 
     def done(self) -> bool:
         """Return whether the rows are there, or `wait` would raise at once."""
-        return self._rows.done()
+        return self._lost_its_thread or self._rows.done()
 
     def wait(self) -> torch.Tensor:
         """Return the rows as `gather_rows` does; raise what it raises.
@@ -73,11 +75,19 @@ class PendingRows:
         can then be found wrong too late: its row is zeroes, and the next use of the table, or its
         report, raises.
         """
-        rows = self._rows.result()
+        if self._lost_its_thread:
+            rows = _read_rows(self._table, self._index, None, False)
+        else:
+            rows = self._rows.result()
         if torch.is_grad_enabled() and self._table.requires_grad:
             with without_torch_function():
                 return _SparseGather.apply(self._table, self._index, False, None, rows)
         return rows
+
+    @property
+    def _lost_its_thread(self) -> bool:
+        """True in a forked child of the process whose thread gathers the rows."""
+        return self._by_thread and self._process != os.getpid()
 
 
 def check_index(index: Any) -> torch.Tensor:
