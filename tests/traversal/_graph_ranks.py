@@ -92,6 +92,19 @@ def divide_by_degrees(x: Tensor, edge_index: Tensor) -> Tensor:
     return x.index_add(0, edge_index[1], scaled[edge_index[0]])
 
 
+def add_up(x: Tensor, edge_index: Tensor) -> Tensor:
+    """Add the rows of neighbours, or anything else that a node's own list suffices for."""
+    return x.index_add(0, edge_index[1], x[edge_index[0]])
+
+
+def compare_budgets(graph: CSRGraph, max_bytes: int) -> None:
+    """Raise unless ranks of different budgets compute the rows that one process does."""
+    features, part = torch.arange(800.0).view(400, 2), RankGraph(graph)
+    found = infer_layers(part, features, [add_up, add_up], max_bytes=max_bytes)
+    if not torch.equal(found, infer_layers(graph, features, [add_up, add_up])[part.nodes]):
+        raise ValueError("budgets: other rows than in one process")
+
+
 def run_algorithms(graph: CSRGraph | RankGraph, rank: int, whole: CSRGraph) -> dict[str, Any]:
     """Everything that there is, for one graph."""
     closure = khop(graph, seeds_of(whole, rank), 2)
@@ -152,6 +165,17 @@ def run_errors(folder: Path) -> dict[str, str]:
         "room": lambda: khop(part, torch.tensor([0]), 2, max_bytes=2000 if rank else None),
         "ids": lambda: khop(part, torch.tensor([0]), 1, edge_ids=True),
         "layers": lambda: infer_layers(halves, torch.rand(16, 2), [divide_by_degrees]),
+        "lists": lambda: RankGraph(CSRGraph.from_edges(pairs.flip(0) if rank else pairs, 16)),
+        "numbers": lambda: pagerank(part, damping=0.8 + 0.1 * rank),
+        "values": lambda: part.gather(part.nodes.double() if rank else part.nodes),
+        "values of rows": lambda: part.gather(torch.zeros(part.num_own, 2 + rank)),
+        "counts of layers": lambda: infer_layers(halves, torch.rand(16, 2), [add_up] * (1 + rank)),
+        "features": lambda: infer_layers(halves, torch.rand(16, 2 + rank), [add_up]),
+        "own features": lambda: infer_layers(halves, torch.rand(8 + 8 * rank, 2), [add_up]),
+        "outputs": lambda: infer_layers(
+            halves, torch.rand(16, 2), [lambda x, _: x.double() if rank else x, add_up]
+        ),
+        "budgets": lambda: compare_budgets(graphs["grid"], 4000 + 30_000 * rank),
     }
     messages = {}
     for name, call in calls.items():

@@ -143,6 +143,18 @@ def test_ranks_that_disagree_raise_the_same(tmp_path: Path):
         assert ("rank 1 (max_bytes=2000)" in messages["room"]) == (rank == 1)
         assert "no ids of edges" in messages["ids"]
         assert "ValueError: layers[0]: its output for a node changes" in messages["layers"]
+        assert "ValueError: graph: ranks were given different graphs" in messages["lists"]
+        assert "damping, tol, max_iterations: ranks were given different" in messages["numbers"]
+        assert "values: ranks have rows of different shapes or dtypes" in messages["values"]
+        assert messages["values"].endswith("torch.float64" if rank else "torch.int64")
+        assert "values: ranks have rows of different shapes" in messages["values of rows"]
+        assert messages["counts of layers"].endswith(
+            f"different numbers of them; this one {1 + rank}"
+        )
+        assert "features: ranks have rows of different widths" in messages["features"]
+        assert "features: expected rows of all nodes on all ranks" in messages["own features"]
+        assert "layers: ranks have rows of different widths or dtypes" in messages["outputs"]
+        assert messages["budgets"] == "nothing"
 
 
 def test_others_see_that_a_rank_has_died(tmp_path: Path):

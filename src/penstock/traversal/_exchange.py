@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -89,6 +90,13 @@ class Exchange:
     def largest(self, *values: int) -> list[int]:
         """Return the largest of each whole number over the ranks."""
         return self._reduce(torch.tensor(values, device="cpu"), "largest").tolist()
+
+    def agree(self, *values: object) -> bool:
+        """Return whether all ranks have given the same values, by their texts; all ranks call."""
+        text = repr(values).encode()
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+        least, most = self.largest(-digest, digest)
+        return -least == most
 
     def total(self, value: int) -> int:
         """Return the sum of a whole number over the ranks."""

@@ -32,6 +32,7 @@ from penstock.units import format_bytes, parse_bytes
 
 Layer = Callable[[Tensor, Tensor], Tensor]
 _ENTRY_BYTES = 64  # of numbers of an entry, and of what sorting them takes
+_LEAST = -(2**62)
 _COPIES = 3  # of a row that goes in: itself, a message, and a sum or product
 
 
@@ -77,7 +78,8 @@ def infer_layers(
         RankError: Another rank has ended, or does not answer.
         StoreError: A file cannot be used, or has no room.
         TypeError: `graph` is something else, or the features are no table.
-        ValueError: `features` have another shape; `layers` are empty; or the output of a layer is
+        ValueError: `features` have another shape; `layers` are empty; ranks were given different
+            numbers of layers, or rows of different widths or dtypes; or the output of a layer is
             of another shape, is random, or depends on more than a node's own list, as with norms by
             the degree of neighbours (GCN) or over all nodes, which a block does not have.
     """
@@ -85,6 +87,8 @@ def infer_layers(
     if not layers:
         raise ValueError("layers: expected at least one function of (x, edge_index), got none")
     budget = parse_bytes(max_bytes, name="max_bytes")
+    if not part.exchange.agree(len(layers)):
+        raise ValueError(f"layers: ranks have different numbers of them; this one {len(layers)}")
     with contextlib.ExitStack() as files:
         rows = check_features(part, features, budget // 4)
         directory = None if store is None else Path(store)
@@ -186,15 +190,20 @@ def _call(layer: Layer, block: LayerBlock, number: int) -> Tensor:
 def _agree_on_rows(part: RankGraph, out: Tensor | None) -> tuple[int, torch.dtype]:
     """Return the width and dtype of a layer's rows, also on a rank without nodes."""
     own = (0, -1) if out is None else (out.shape[1], DTYPES.index(out.dtype))
-    width, dtype = part.exchange.largest(*own)
-    if out is not None and own != (width, dtype):
-        raise ValueError(f"layers: ranks have rows of {own[0]} and of {width} elements")
+    negative = [_LEAST if out is None else -each for each in own]
+    width, dtype, *least = part.exchange.largest(*own, *negative)
+    if dtype >= 0 and least != [-width, -dtype]:
+        raise ValueError(
+            "layers: ranks have rows of different widths or dtypes; those of rank "
+            f"{part.exchange.rank} are {'none' if out is None else f'{own[0]} of {out.dtype}'}"
+        )
     return width, DTYPES[max(dtype, 0)]
 
 
 def _fill_halo(part: RankGraph, values: Tensor, row_bytes: int, num_bytes: int) -> None:
     """Exchange the rows of the halo, some of each rank's at a time: each row of the cut once."""
     most = max(num_bytes // max(2 * row_bytes * part.exchange.num_ranks, 1), 1)
+    most = -part.exchange.largest(-most)[0]  # where ranks have different budgets
     for positions, sent, places, received in part.split_halo(most):
         rows = (
             values.gather_rows(positions)

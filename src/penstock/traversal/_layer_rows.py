@@ -43,7 +43,7 @@ def check_features(part: RankGraph, features: Any, cache_bytes: int) -> LayerRow
 
     Raises:
         TypeError: They are no table of floats on the CPU.
-        ValueError: They have another shape.
+        ValueError: They have another shape, or ranks have rows of different kinds.
     """
     if isinstance(features, str | os.PathLike):
         features = unify(features, device="cpu", cache=cache_bytes)
@@ -61,13 +61,20 @@ def check_features(part: RankGraph, features: Any, cache_bytes: int) -> LayerRow
     if features.dim() != 2 or len(features) not in counts:
         expected = " or ".join(f"({count}, width)" for count in sorted(counts, reverse=True))
         raise ValueError(f"features: expected shape {expected}, got {tuple(features.shape)}")
+    if not part.exchange.agree(features.dtype, features.shape[1]):
+        raise ValueError(
+            "features: ranks have rows of different widths or dtypes; rank "
+            f"{part.exchange.rank} has {features.shape[1]} of {features.dtype}"
+        )
     # Of one rank that owns all nodes the length does not tell.
-    (is_own_on_any,) = part.exchange.largest(int(len(features) != part.num_nodes))
+    is_own_on_any, is_whole_on_any = part.exchange.largest(
+        int(len(features) != part.num_nodes), int(len(features) != part.num_own)
+    )
+    if is_own_on_any and is_whole_on_any:
+        raise ValueError("features: expected rows of all nodes on all ranks, or on none")
     if not is_own_on_any:
         part.find_halo_ids()
         return LayerRows(features, part)
-    if len(features) != part.num_own:
-        raise ValueError("features: expected rows of all nodes on all ranks, or on none")
     return LayerRows(_add_halo(part, features), None)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from penstock.traversal._blocks import read_nodes
 from penstock.traversal._exchange import Exchange
 from penstock.traversal._graph import CSRGraph, open_uncached
-from penstock.traversal._lists import INTEGERS, narrow
+from penstock.traversal._lists import INTEGERS, in_memory, narrow, read_entries
+from penstock.unified import unify
 
 Split = Literal["random", "contiguous", "cluster"]
 SPLITS = ("random", "contiguous", "cluster")
@@ -21,6 +22,7 @@ _CLUSTER_NODES = 512  # that are placed at once
 _LEAST_BLOCKS = 16  # for each rank
 _NUM_PASSES = 3
 _SLACK = 1.02  # of a rank's share
+_NUM_COMPARED = 512  # entries of each list that ranks compare
 
 
 class Ownership:
@@ -196,7 +198,10 @@ def _read_blocks(graph: CSRGraph, num_ranks: int) -> Iterator[tuple[Tensor, Tens
 
 
 def compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> None:
-    """Raise on all ranks if they were given different graphs or splits."""
+    """Raise on all ranks if they were given different graphs or splits.
+
+    Of the lists some entries are compared, evenly spread: the files are not read through.
+    """
     kind = owners.split if isinstance(owners.split, str) else "table"
     own = [
         graph.num_nodes,
@@ -205,10 +210,19 @@ def compare_ranks(graph: CSRGraph, exchange: Exchange, owners: Ownership) -> Non
         ("random", "contiguous", "table").index(kind),
         owners.seed,
         owners.checksum(),
+        *(_sample_list(each) for each in (graph.indptr, graph.indices)),
     ]
-    found = exchange.largest(*own, *(-each for each in own))
-    if found[: len(own)] != own or [-each for each in found[len(own) :]] != own:
+    if not exchange.agree(*own):
         raise ValueError(
             f"graph: ranks were given different graphs, splits or seeds; rank {exchange.rank} has "
             f"{graph}, split {kind!r} and seed {owners.seed}"
         )
+
+
+def _sample_list(values: Tensor) -> list[int]:
+    """Return some entries of a list, evenly spread."""
+    if in_memory(values) is None:
+        values = unify(values, cache=0)  # these reads say nothing of those of batches
+    num_entries = min(len(values), _NUM_COMPARED)
+    places = torch.arange(num_entries, device="cpu") * len(values) // max(num_entries, 1)
+    return read_entries(values, places).tolist()

@@ -50,10 +50,16 @@ def pagerank(
         NoConvergenceError: The change is still above `tol`; the error's `values` are the last ones.
         RankError: Another rank has ended, or does not answer.
         TypeError: `graph` is something else, or a number is none.
-        ValueError: A number makes no sense, or the graph is damaged.
+        ValueError: A number makes no sense, ranks were given different ones, or the graph is
+            damaged.
     """
     part = as_rank_graph(graph)
     _check_numbers(damping, tol, max_iterations)
+    if not part.exchange.agree(float(damping), float(tol), int(max_iterations)):
+        raise ValueError(
+            "damping, tol, max_iterations: ranks were given different numbers; rank "
+            f"{part.exchange.rank} has {damping}, {tol} and {max_iterations}; give all the same"
+        )
     iteration = _Iteration.of(part)
     values = torch.full(
         (part.num_own,), 1 / max(part.num_nodes, 1), dtype=torch.float64, device="cpu"

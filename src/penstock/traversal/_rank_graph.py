@@ -98,7 +98,8 @@ class RankGraph:
     Raises:
         RankError: Another rank has ended, or does not answer.
         TypeError: `graph` is no `CSRGraph`, or `split` has no integers.
-        ValueError: `split` is something else, the group has no gloo, or the ranks' graphs differ.
+        ValueError: `split` is something else, the group has no gloo, or the ranks' graphs differ
+            in size or in sampled entries.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class RankGraph:
         Raises:
             RankError: Another rank has ended, or does not answer.
             TypeError: `values` is no tensor.
-            ValueError: `values` has another shape.
+            ValueError: `values` has another shape, or another one or another dtype on some ranks.
         """
         if not isinstance(values, Tensor):
             raise TypeError(f"values: expected a tensor or a table, got {type(values).__name__}")
@@ -252,6 +253,9 @@ class RankGraph:
         if isinstance(values, UnifiedTensor):  # the result has all rows in memory, and more
             values = values.gather_rows(torch.arange(self.num_own, device="cpu")).cpu()
         exchange, ranks = self.exchange, self.exchange.num_ranks
+        if not exchange.agree(values.dtype, tuple(values.shape[1:])):
+            own = f"rank {exchange.rank} has {tuple(values.shape)} of {values.dtype}"
+            raise ValueError(f"values: ranks have rows of different shapes or dtypes; {own}")
         counts = exchange.trade_counts([self.num_own] * ranks)
         sent = [self.num_own] * ranks
         rest = [1] * (values.dim() - 1)
