@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import resource
 
 import numpy as np
 import pytest
@@ -79,6 +80,19 @@ def test_lists_in_tables_and_files_are_the_same_graph(tmp_path, edge_ids):
     for other in (graph, in_files):
         with pytest.raises((FileExistsError, StoreError), match="exists"):
             other.save(tmp_path / "again")
+
+
+def test_nothing_is_left_of_lists_that_find_no_room(tmp_path):
+    edges = torch.randint(0, 50, (2, 300), generator=torch.Generator().manual_seed(0))
+    graph, before = CSRGraph.from_edges(edges, 50), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # indptr takes less
+    try:
+        with pytest.raises(StoreError, match=r"indices\.npy could not be written .* make room"):
+            graph.save(tmp_path / "lists")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "lists").iterdir())
+    assert neighbors_of(graph.save(tmp_path / "lists")) == neighbors_of(graph)
 
 
 def test_samplers_share_a_graph():

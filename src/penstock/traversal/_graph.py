@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.errors import StoreWriteError
 from penstock.traversal._lists import (
     as_list,
     check_bounds,
@@ -235,17 +236,22 @@ class CSRGraph:
             The graph in the files, which `CSRGraph(directory / "indptr.npy", ...)` gives as well.
 
         Raises:
-            OSError: A file of memory's content exists, or cannot be written.
-            StoreError: A file of another file's content exists, or there is no room.
+            OSError: A file of memory's content exists, or cannot be made.
+            StoreError: A file of another file's content exists, or there is no room; nothing is
+                left of the new files.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         lists = {"indptr": self.indptr, "indices": self.indices, "edge_ids": self.edge_ids}
-        paths = {
-            name: _save_list(each, folder / f"{name}.npy")
-            for name, each in lists.items()
-            if each is not None
-        }
+        paths: dict[str, Path] = {}
+        try:
+            for name, each in lists.items():
+                if each is not None:
+                    paths[name] = _save_list(each, folder / f"{name}.npy")
+        except BaseException:
+            for path in paths.values():
+                path.unlink()
+            raise
         return CSRGraph(**cast("dict[str, Any]", paths), flow=self.flow)
 
     @property
@@ -365,9 +371,23 @@ def _save_list(values: Tensor, path: Path) -> Path:
     found = in_memory(values)
     if found is None:
         cast("UnifiedTensor", values).save_rows(path)
-    else:
-        with path.open("xb") as file:
-            np.save(file, found.numpy())
+        return path
+    array = found.numpy()
+    file = path.open("xb")
+    try:
+        with file:  # not by `np.save`, which does not notice where its last bytes find no room
+            header = np.lib.format.header_data_from_array_1_0(array)
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(array.data)
+    except BaseException as error:
+        path.unlink()
+        if not isinstance(error, OSError):
+            raise
+        raise StoreWriteError(
+            f"{path} could not be written ({error}): make room, or give another directory",
+            path=str(path),
+            errno=error.errno,
+        ) from error
     return path
 
 
