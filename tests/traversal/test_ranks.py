@@ -199,6 +199,12 @@ def test_wrong_graphs_and_values_are_named():
         part.gather([1] * 400)  # type: ignore[arg-type]
 
 
+def test_a_process_that_is_not_in_the_group_is_told_so():
+    outside: Any = distributed.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="group: this process is none of its ranks"):
+        RankGraph(make_graphs()["tiny"], group=outside)
+
+
 def test_seeds_may_be_a_part_of_others():
     graph = make_graphs()["grid"]
     seeds = torch.arange(40)[1::4]

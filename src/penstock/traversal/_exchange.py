@@ -123,9 +123,19 @@ class Exchange:
 
 
 def find_group(group: distributed.ProcessGroup | None) -> distributed.ProcessGroup | None:
-    """Return the group, or all ranks where none is given; None where there is a single process."""
+    """Return the group, or all ranks where none is given; None where there is a single process.
+
+    Raises:
+        ValueError: This process is not in the group.
+    """
+    is_there = distributed.is_available()
+    if is_there and group is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "group: this process is none of its ranks (new_group(ranks) returns that to all "
+            "others); make the RankGraph on the group's ranks only"
+        )
     if group is not None:
         return group
-    if distributed.is_available() and distributed.is_initialized():
+    if is_there and distributed.is_initialized():
         return distributed.group.WORLD
     return None
