@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +401,21 @@ def test_the_models_attention_comes_back():
     del second
     gc.collect()
     assert model.config._attn_implementation == before
+
+
+def test_copies_of_a_model_that_had_a_cache_have_their_own_attention_back():
+    model, prompt = make_model("gemma2"), make_prompt(40)
+    with make_cache(model, "1MiB") as cache:
+        copied = copy.deepcopy(model)
+        saved = pickle.loads(pickle.dumps(model))
+        expected = generate(model, prompt, 4, past_key_values=cache)
+    for other in (copied, saved):
+        assert_same(generate(other, prompt, 4), expected)
+        assert other.config._attn_implementation == model.config._attn_implementation
+        assert other(**prompt, output_attentions=True).attentions[0] is not None
+        other.train()(**prompt, labels=prompt["input_ids"]).loss.backward()
+        with make_cache(other.eval(), "1MiB") as cache:
+            assert_same(generate(other, prompt, 4, past_key_values=cache), expected)
 
 
 def test_a_cache_that_dies_leaves_nothing(store: Path):

@@ -42,8 +42,23 @@ def test_gradients():
 def test_training_mode():
     model, prompt = make_model("llama").train(), make_prompt(40)
     with make_cache(model) as cache, torch.no_grad():
+        with pytest.raises(PenstockError, match=r"LlamaForCausalLM is in training.*model\.eval"):
+            model(**prompt, past_key_values=cache)
+        model.eval().model.layers[0].train()
         with pytest.raises(PenstockError, match=r"layers\.0\.self_attn.*model\.eval"):
             model(**prompt, past_key_values=cache)
+
+
+def test_training_mode_with_gradient_checkpointing_which_would_leave_out_the_cache():
+    model, prompt = make_model("llama").train(), make_prompt(40)
+    model.activation_checkpointing_enable()
+    with make_cache(model) as cache, torch.no_grad():
+        for called in (model, model.model):
+            with pytest.raises(PenstockError, match=r"training mode; call model\.eval"):
+                called(**prompt, past_key_values=cache)
+        model(**prompt)  # a call beside the cache
+        expected = generate(model.eval(), prompt, 4)
+        assert_same(generate(model, prompt, 4, past_key_values=cache), expected)
 
 
 @pytest.mark.parametrize("name", ["OPT", "StableLm", "GPTBigCode"])
@@ -337,6 +352,21 @@ def test_drafts_on_a_cache_that_holds_tokens():
         for options in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": model}):
             with pytest.raises(ValueError, match=f"{next(iter(options))} is set.* 43 tokens"):
                 generate(model, {"input_ids": sequences}, 4, past_key_values=cache, **options)
+
+
+def test_embeddings_of_tokens_that_the_cache_holds_already():
+    model, prompt = make_model("llama"), make_prompt(40)
+    table, mask = model.get_input_embeddings(), prompt["attention_mask"]
+    with make_cache(model) as cache, torch.no_grad():
+        some = {"inputs_embeds": table(prompt["input_ids"]), "attention_mask": mask}
+        ours = generate(model, some, 4, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"40 tokens and the cache holds 43.*reset\(\)"):
+            generate(model, some, 4, past_key_values=cache)
+        tokens = torch.cat([prompt["input_ids"], ours.sequences], 1)
+        mask = torch.cat([mask, torch.ones(2, 4, dtype=mask.dtype)], 1)
+        more = {"inputs_embeds": table(tokens), "attention_mask": mask}
+        expected = generate(model, more, 4)
+        assert_same(generate(model, more, 4, past_key_values=cache), expected)
 
 
 def test_a_model_that_leaves_its_cache():

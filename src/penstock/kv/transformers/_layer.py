@@ -56,9 +56,11 @@ class KeysPlaceholder(torch.Tensor):
         given = leaves((args, kwargs or {}))
         name = next(each.layer.name for each in given if isinstance(each, cls))
         raise PenstockError(
-            f"{name} computes with its cached keys itself ({func}) instead of handing them to "
-            "Transformers' attention interface, which penstock.kv.cache needs; use another cache "
-            "for this model, and leave its attention implementation as the cache has set it"
+            f"the cached keys of {name} are computed with ({func}) outside of Transformers' "
+            "attention interface, which penstock.kv.cache needs. Where the model does so, use "
+            "another cache for it, and leave its attention implementation as the cache has set it; "
+            "another model than that of the cache needs one of its own; and where generate cuts "
+            "its result, as Whisper's does, pass return_dict_in_generate=False"
         )
 
 

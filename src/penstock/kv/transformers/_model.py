@@ -77,16 +77,17 @@ def _begin(model: PreTrainedModel, installation: _Installation) -> None:
             if below is not None:
                 configs.setdefault(id(below), below)
     for key, config in configs.items():
-        used = _in_use.get(key)
-        if used is None or used.config() is not config:
+        if not _is_in_use(config):
             before = getattr(config, "_attn_implementation_internal", None)
-            used = _in_use[key] = _ConfigInUse(weakref.ref(config), before)
-        used.num_models += 1
+            _in_use[key] = _ConfigInUse(weakref.ref(config), before)
+        _in_use[key].num_models += 1
         installation.configs.append(config)
     model.set_attn_implementation(IMPLEMENTATION)
     watch_calls(model)
     installation.hooks = [
-        module.register_forward_pre_hook(_check_outputs, with_kwargs=True)
+        module.register_forward_pre_hook(
+            _CallCheck(_in_use[id(module.config)].before), with_kwargs=True
+        )
         for module in model.modules()
         if isinstance(module, PreTrainedModel)
     ]
@@ -105,11 +106,37 @@ def _end(model: PreTrainedModel, installation: _Installation) -> None:
         hook.remove()
 
 
-def _check_outputs(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Refuse weights of attention, which some models would leave out of their output."""
-    asked = options.get("output_attentions", getattr(module.config, "output_attentions", None))
-    if asked and any(hasattr(each, "check_prompt") for each in (*args, *options.values())):
-        refuse_weights(asked)
+class _CallCheck:
+    """Hook before the calls of a model, which copies of the model have as well.
+
+    Args:
+        before: The attention implementation that the model had before its first cache.
+    """
+
+    def __init__(self, before: str | None) -> None:
+        self._before = before
+
+    def __call__(self, module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Refuse what a model would do without its cache, and give a copy its attention back."""
+        config = module.config
+        if config._attn_implementation == IMPLEMENTATION and not _is_in_use(config):
+            # The model was copied, or pickled, while it had a cache, which is not the copy's.
+            config._attn_implementation_internal = self._before
+        if not any(hasattr(each, "check_prompt") for each in (*args, *options.values())):
+            return
+        asked = options.get("output_attentions", getattr(config, "output_attentions", None))
+        refuse_weights(asked)  # which some models would leave out of their output
+        if module.training:  # layers with gradient checkpointing would leave out the cache
+            raise PenstockError(
+                f"{type(module).__name__} is in training mode; call model.eval() before it uses "
+                "penstock.kv.cache"
+            )
+
+
+def _is_in_use(config: Any) -> bool:
+    """Return whether a model with a cache has this very configuration."""
+    used = _in_use.get(id(config))
+    return used is not None and used.config() is config
 
 
 def restore(

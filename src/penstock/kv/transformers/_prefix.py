@@ -8,6 +8,7 @@ tokens in its cache that the caller never got, so that the cache is not used any
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -243,7 +244,8 @@ def watch_calls(model: PreTrainedModel) -> None:
         _check_call(self, cache, _name_arguments(inner, self, args, options))
         length = cache.get_seq_length()
         try:
-            result = inner(self, *args, **options)
+            with _refuse_further_inputs(self, cache):
+                result = inner(self, *args, **options)
         except BaseException as error:
             if cache.get_seq_length() != length:
                 cache.pool.fail(error)
@@ -253,6 +255,32 @@ def watch_calls(model: PreTrainedModel) -> None:
 
     generate.__dict__["is_watching"] = True
     model.__dict__["generate"] = types.MethodType(generate, model)
+
+
+@contextlib.contextmanager
+def _refuse_further_inputs(model: PreTrainedModel, cache: Any) -> Iterator[None]:
+    """Refuse to encode once more, within one call, after tokens came to the cache.
+
+    Whisper does so of sound that is longer than its window, and for each of several temperatures.
+    """
+    if not model.config.is_encoder_decoder:
+        yield
+        return
+    length = cache.get_seq_length()
+
+    def check(*_: object) -> None:
+        if cache.get_seq_length() != length:
+            raise PenstockError(
+                f"generate of {type(model).__name__} encodes a further input, and past_key_values "
+                "holds the keys of the one before; call it for each part of the input and with one "
+                "temperature=, with reset() of the cache in between, or without past_key_values"
+            )
+
+    handle = model.get_encoder().register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _name_arguments(
@@ -281,12 +309,26 @@ def _check_call(model: PreTrainedModel, cache: Any, named: dict[str, Any]) -> No
     _check_assistance(cache, given, named)
     mask = named.get("attention_mask")
     if model.config.is_encoder_decoder:
+        _refuse_chunks(
+            model, named.get("prefill_chunk_size", getattr(given, "prefill_chunk_size", None))
+        )
         own_mask = named.get("decoder_attention_mask")
         cache.check_prompt(named.get("decoder_input_ids"), mask, own_mask)
         cache.check_encoder_inputs(*_describe_encoder_inputs(named))
-    elif named.get("inputs_embeds") is None:
+    elif named.get("inputs_embeds") is not None:
+        check_prompt(None, cache.get_seq_length(), named["inputs_embeds"], None)
+    else:
         tokens = [named.get(name) for name in ("input_ids", "inputs")]
         cache.check_prompt(next((each for each in tokens if each is not None), None), mask)
+
+
+def _refuse_chunks(model: PreTrainedModel, chunk_size: object) -> None:
+    """Refuse a prefill in chunks: Transformers cuts the mask of the encoder's tokens with them."""
+    if chunk_size is not None:
+        raise ValueError(
+            f"prefill_chunk_size={chunk_size}: Transformers cuts the encoder's attention_mask to "
+            f"the chunks of the decoder's tokens; leave it out for {type(model).__name__}"
+        )
 
 
 def refuse_weights(asked: object) -> None:
