@@ -130,6 +130,18 @@ def test_paths_that_cannot_be(tmp_path: Path):
             WholeFile(path)
 
 
+def test_devices_and_pipes_are_neither_replaced_nor_waited_for(tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, tmp_path / "link"):
+        with pytest.raises(StoreUnavailableError, match="is a device, a pipe or a socket, which"):
+            NewFile(path)
+        with pytest.raises(StoreUnavailableError, match="It is a device, a pipe or a socket"):
+            WholeFile(path)
+    assert pipe.is_fifo()
+
+
 def test_reading(tmp_path: Path):
     path, memory = tmp_path / "file", Memory(4 * BLOCK)
     content = np.random.default_rng(0).bytes(4 * BLOCK + 5)

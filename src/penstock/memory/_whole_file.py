@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Sequence
 
 from penstock.errors import StoreFullError, StoreReadError, StoreUnavailableError, StoreWriteError
@@ -49,9 +50,12 @@ class NewFile:
         self._directory, self._name = os.path.split(self.path)
         self._unfinished = ""  # a name, where the file system has no files without one
         self._num_unflushed = 0
-        if os.path.isdir(self.path):
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            kind = "directory" if os.path.isdir(self.path) else "device, a pipe or a socket"
             raise StoreUnavailableError(
-                f"path {self.path!r} is a directory; pass the name of a file", path=self.path
+                f"path {self.path!r} is a {kind}, which no file takes the place of; pass the name "
+                "of a file",
+                path=self.path,
             )
         try:
             self._fd = self._open()
@@ -199,10 +203,13 @@ class WholeFile:
         self.path = os.path.abspath(os.fspath(path))
         self._fds: list[int] = []
         try:
+            mode = os.stat(self.path).st_mode
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not stat.S_ISREG(mode):  # to open a pipe would wait for its writer
+                raise OSError(errno.EINVAL, "It is a device, a pipe or a socket")
             self._fds.append(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
             self.num_bytes = os.fstat(self._fds[0]).st_size
-            if os.path.isdir(self.path):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except OSError as error:
             self.close()
             raise StoreUnavailableError(
