@@ -249,7 +249,7 @@ def test_prompts_that_do_not_go_on_from_the_prefix(kind: str, tmp_path: Path):
     theirs = generate(model, asked, 5)
     with make_cache(model, prefix=tmp_path / "prefix") as cache:
         for changes, message in (
-            ({name: wrong}, "differs from the cache's prefix at token 7"),
+            ({name: wrong}, "differs from what the cache holds at token 7"),
             ({"attention_mask": mask}, "attention_mask differs from it at token 2"),
             ({name: short, mask_name: asked[mask_name][:, :-1]}, "at least one more token"),
         ):

@@ -354,6 +354,43 @@ def test_drafts_on_a_cache_that_holds_tokens():
                 generate(model, {"input_ids": sequences}, 4, past_key_values=cache, **options)
 
 
+def test_a_prompt_of_another_text_than_the_call_before():
+    model, prompt = make_model("llama"), make_prompt(40, num_padding=0)
+    more = make_prompt(4, num_padding=0)["input_ids"]
+    with make_cache(model, "1MiB") as cache:
+        said = generate(model, prompt, 4, past_key_values=cache).sequences
+        for place in (0, 39, 42):  # of the prompt, and of what was made
+            tokens = torch.cat([said, more], 1)
+            tokens[1, place] += 1
+            with pytest.raises(
+                ValueError, match=rf"what the cache holds at token {place}; .*reset"
+            ):
+                generate(model, {"input_ids": tokens}, 4, past_key_values=cache)
+        tokens[:, :41] = torch.cat([said, more], 1)[:, :41]
+        cache.crop(-2)  # an answer that is begun again
+        expected = generate(model, {"input_ids": tokens}, 4)
+        ours = generate(model, {"input_ids": tokens}, 4, past_key_values=cache)
+        assert_same(ours, expected)
+        cache.batch_select_indices(torch.tensor([1]))
+        with pytest.raises(ValueError, match="what the cache holds at token 0"):
+            generate(model, {"input_ids": ours.sequences[:1]}, 4, past_key_values=cache)
+        some = {"input_ids": torch.cat([ours.sequences[1:], more[:1]], 1)}
+        expected = generate(model, some, 4)
+        assert_same(generate(model, some, 4, past_key_values=cache), expected)
+        cache.reset()
+        assert_same(generate(model, prompt, 4, past_key_values=cache), generate(model, prompt, 4))
+
+
+def test_a_prompt_of_another_text_after_a_beam_search():
+    model, prompt = make_model("llama"), make_prompt(40, num_padding=0)
+    with make_cache(model, "1MiB") as cache:
+        generate(model, prompt, 4, past_key_values=cache, num_beams=2)
+        cache.batch_select_indices(torch.tensor([0, 2]))
+        other = {"input_ids": make_prompt(60)["input_ids"].flip(1)}
+        with pytest.raises(ValueError, match="what the cache holds at token 0"):
+            generate(model, other, 4, past_key_values=cache)
+
+
 def test_embeddings_of_tokens_that_the_cache_holds_already():
     model, prompt = make_model("llama"), make_prompt(40)
     table, mask = model.get_input_embeddings(), prompt["attention_mask"]

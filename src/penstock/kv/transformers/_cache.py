@@ -42,7 +42,7 @@ from penstock.kv.transformers._prefix import (
 )
 from penstock.memory import FileStore
 
-_OF_PREFIX = ("prefix_tokens", "prefix_attention_mask")
+_OF_PREFIX = ("prefix_tokens", "prefix_attention_mask", "known_tokens")
 _FULL = {"full_attention"}
 _SLIDING = {"sliding_attention", "chunked_attention"}
 
@@ -57,6 +57,7 @@ class PooledCache(Savable, Cache):
         prefix_tokens: Tokens of the prefix that the cache began with, int64 `(B, n)`; None where
             there is no prefix, or where it was saved without them.
         prefix_attention_mask: Its attention mask, int64 `(B, n)` or None.
+        known_tokens: First tokens that it holds, where they are known from a prefix or `generate`.
     """
 
     def __init__(self, layers: list[Any], pool: BlockPool, model: PreTrainedModel) -> None:
@@ -64,6 +65,7 @@ class PooledCache(Savable, Cache):
         self.pool = pool
         self.prefix_tokens: torch.Tensor | None = None
         self.prefix_attention_mask: torch.Tensor | None = None
+        self.known_tokens: torch.Tensor | None = None
         self._model = weakref.ref(model)
         self._release: weakref.finalize | None = None
         pooled = [layer for layer in layers if isinstance(layer, PooledLayer)]
@@ -100,7 +102,7 @@ class PooledCache(Savable, Cache):
     def reset(self) -> None:
         """Forget all tokens, those of a prefix included."""
         super().reset()
-        self.prefix_tokens = self.prefix_attention_mask = None
+        self.prefix_tokens = self.prefix_attention_mask = self.known_tokens = None
 
     def save(
         self,
@@ -172,10 +174,10 @@ class PooledCache(Savable, Cache):
             attention_mask: Its mask; a longer one says that `tokens` are only the new ones.
 
         Raises:
-            ValueError: It has no token beyond the cache's, differs from `prefix_tokens`, or the
+            ValueError: It has no token beyond the cache's, differs from `known_tokens`, or the
                 mask differs from `prefix_attention_mask`.
         """
-        check_prompt(self.prefix_tokens, self.get_seq_length(), tokens, attention_mask)
+        check_prompt(self.known_tokens, self.get_seq_length(), tokens, attention_mask)
         if self.prefix_attention_mask is not None:
             check_mask(self.prefix_attention_mask, attention_mask)
 
@@ -423,7 +425,7 @@ def cache(
     own._release = weakref.finalize(own, restore, own._model, hooks)
     install(model)
     tensors = {} if file is None else file.tensors
-    own.prefix_tokens = tensors.get("prefix_tokens")
+    own.prefix_tokens = own.known_tokens = tensors.get("prefix_tokens")
     if not is_pair:
         own.prefix_attention_mask = tensors.get("prefix_attention_mask")
         return own

@@ -172,8 +172,8 @@ def check_prompt(
     """Raise an error if a prompt is not one that goes on from what a cache holds.
 
     Args:
-        prefix_tokens: Tokens that are known, `(B, n)`, of each sequence of the cache; or None.
-        num_tokens: Tokens of the cache, which may have grown beyond n.
+        prefix_tokens: First tokens of the cache that are known, `(B, n)`; None: none are.
+        num_tokens: Tokens of the cache.
         tokens: The prompt, `(B, m)`, or of fewer sequences of which each is repeated.
         mask: Its mask. A longer one says that `tokens` are only those that the cache lacks.
 
@@ -193,14 +193,15 @@ def check_prompt(
     if tokens.shape[1] <= num_tokens:
         raise ValueError(
             f"the prompt has {tokens.shape[1]} tokens and the cache holds {num_tokens}; pass "
-            "those (cache.prefix_tokens, where they are of a prefix) followed by at least one more "
-            "token, or reset() the cache"
+            "those (of a prefix: cache.prefix_tokens) and at least one more token, or reset() it"
         )
-    at = None if prefix_tokens is None else _first_difference(tokens, prefix_tokens)
+    if prefix_tokens is None:
+        return
+    at = _first_difference(tokens, prefix_tokens[:, :num_tokens])
     if at is not None:
         raise ValueError(
-            f"the prompt differs from the cache's prefix at token {at}; begin it with "
-            "cache.prefix_tokens, or use a cache without this prefix"
+            f"the prompt differs from what the cache holds at token {at}; begin it with the tokens "
+            "of the calls before (of a prefix: cache.prefix_tokens), or reset() the cache"
         )
 
 
@@ -241,7 +242,8 @@ def watch_calls(model: PreTrainedModel) -> None:
         cache: Any = options.get("past_key_values")
         if not hasattr(cache, "check_prompt"):
             return inner(self, *args, **options)
-        _check_call(self, cache, _name_arguments(inner, self, args, options))
+        named = _name_arguments(inner, self, args, options)
+        _check_call(self, cache, named)
         length = cache.get_seq_length()
         try:
             with _refuse_further_inputs(self, cache):
@@ -251,6 +253,7 @@ def watch_calls(model: PreTrainedModel) -> None:
                 cache.pool.fail(error)
             raise
         _check_arrival(self, cache, result, options)
+        _note_tokens(self, cache, named, result)
         return result
 
     generate.__dict__["is_watching"] = True
@@ -318,8 +321,12 @@ def _check_call(model: PreTrainedModel, cache: Any, named: dict[str, Any]) -> No
     elif named.get("inputs_embeds") is not None:
         check_prompt(None, cache.get_seq_length(), named["inputs_embeds"], None)
     else:
-        tokens = [named.get(name) for name in ("input_ids", "inputs")]
-        cache.check_prompt(next((each for each in tokens if each is not None), None), mask)
+        cache.check_prompt(_find_prompt(named), mask)
+
+
+def _find_prompt(named: dict[str, Any]) -> torch.Tensor | None:
+    tokens = [named.get(name) for name in ("input_ids", "inputs")]
+    return next((each for each in tokens if each is not None), None)
 
 
 def _refuse_chunks(model: PreTrainedModel, chunk_size: object) -> None:
@@ -374,6 +381,29 @@ def _check_arrival(
             f"{cache.get_seq_length()} of {num_tokens} tokens are in the one given, and the others "
             "were beyond its budget; shorten the prompt, or call the model without a cache"
         )
+
+
+def _note_tokens(model: PreTrainedModel, cache: Any, named: dict[str, Any], result: Any) -> None:
+    """Note the tokens that a call left in its cache, with which the next prompt is compared.
+
+    Nothing is noted of calls that are given new tokens only, or embeddings; of beam search, after
+    which the beams may be in another order than its result, the prompt.
+    """
+    prompt, mask = _find_prompt(named), named.get("attention_mask")
+    sequences = getattr(result, "sequences", result)
+    is_whole = prompt is not None and (mask is None or mask.shape[1] == prompt.shape[1])
+    if model.config.is_encoder_decoder or named.get("inputs_embeds") is not None or not is_whole:
+        return
+    if not isinstance(sequences, torch.Tensor) or not cache.get_seq_length():
+        return
+    assert prompt is not None
+    given: Any = named.get("generation_config") or model.generation_config
+    num_beams = named.get("num_beams") or getattr(given, "num_beams", None) or 1
+    num_sequences = cache.pool.batch_size(cache.pool.layers()[0])
+    if num_beams > 1 and num_sequences % len(prompt) == 0:
+        cache.known_tokens = prompt.cpu().repeat_interleave(num_sequences // len(prompt), 0)
+    elif sequences.shape == (num_sequences, cache.get_seq_length() + 1):
+        cache.known_tokens = sequences[:, :-1].to("cpu", copy=True)
 
 
 def _describe_encoder_inputs(options: dict[str, Any]) -> tuple[str, list[Any] | None]:
