@@ -403,6 +403,19 @@ def test_the_models_attention_comes_back():
     assert model.config._attn_implementation == before
 
 
+def test_a_closed_cache_holds_nothing_and_keeps_its_counts(store: Path):
+    model, prompt = make_model("llama"), make_prompt(100)
+    for options in ({}, {"store": store, "keep_inputs": True}):
+        with make_cache(model, "48KiB", **options) as cache:
+            generate(model, prompt, 4, past_key_values=cache)
+            before = cache.report()
+        after = cache.report()
+        held = "device_bytes host_bytes file_bytes tail_bytes prefix_bytes num_blocks num_tokens"
+        assert [getattr(after, name) for name in held.split()] == [0] * 7
+        for name in ("num_hits", "num_misses", "read_bytes", "written_bytes", "peak_device_bytes"):
+            assert getattr(after, name) == getattr(before, name) > 0
+
+
 def test_copies_of_a_model_that_had_a_cache_have_their_own_attention_back():
     model, prompt = make_model("gemma2"), make_prompt(40)
     with make_cache(model, "1MiB") as cache:

@@ -32,6 +32,7 @@ def test_right_results_pass(blocks):
     [
         ([0, 1], TypeError, "int64 tensor or None; got list"),
         (rows(0, 1).int(), TypeError, "got torch.int32"),
+        (rows(0, 1).to_sparse(), TypeError, "got torch.sparse_coo"),
         (torch.arange(3), ValueError, r"shape \(2, 2, k\); got \(3,\)"),
         (rows(0, 1)[:1], ValueError, r"got \(1, 2, 2\)"),
         (rows(0, 1)[:, :1], ValueError, r"got \(2, 1, 2\)"),
@@ -85,3 +86,15 @@ def test_methods_of_the_users_object_are_called():
     assert calls == ["observe", "note", 3]
     assert selector.nbytes == 12
     assert not hasattr(checked(None), "note")
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 1.5, None])
+def test_bytes_that_are_no_number(num_bytes):
+    class Own:
+        nbytes = num_bytes
+
+        def select(self, query, layer, pool):
+            return None
+
+    with pytest.raises((TypeError, ValueError), match="nbytes of selector 'Own' is"):
+        _ = CheckedSelector(Own()).nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch
 
 import penstock
 from kv_models import assert_same, generate, make_prompt, transformers
-from penstock.errors import InfeasibleError
-from penstock.kv import BlockPool
+from penstock.errors import CapacityError, InfeasibleError
+from penstock.kv import BlockPool, Nosa
 from penstock.kv.transformers._model import find_attention
 from penstock.memory import Tier
 
@@ -60,6 +62,27 @@ def test_the_least_budget_is_that_of_all_layers_from_the_first_one_on():
         ours = generate(model, prompt, 6, past_key_values=cache)
         assert budgeted_bytes(cache.pool) <= least
     assert_same(ours, generate(model, prompt, 6))
+
+
+def test_the_budgets_that_errors_name_are_enough(store: Path):
+    def fill(budget: str, num_layers: int, keys: torch.Tensor, **options: Any) -> None:
+        pool = BlockPool(device_memory=budget, num_layers=num_layers, **options)
+        with contextlib.closing(pool):
+            for layer in range(num_layers):
+                pool.append(layer, keys, keys)
+
+    few = {"num_layers": 17, "keys": torch.zeros(1, 1, 3, 8), "block_tokens": 1}  # 1.0625 KiB
+    with pytest.raises(InfeasibleError, match="one block per layer") as caught:
+        fill("1KiB", **few)
+    (named,) = re.findall(r"per layer, ([\d.]+ KiB)", str(caught.value))
+    fill(named, **few)
+    keys = torch.rand(1, 2, 256, 16)
+    for options in ({}, {"store": store}):
+        many: Any = {"num_layers": 1, "keys": keys, "block_tokens": 16, **options}
+        with pytest.raises(CapacityError, match="the selector keeps 32") as refused:
+            fill("8KiB", **many, selector=Nosa(share=0.5, bits=None, pool_tokens=1))
+        (named,) = re.findall(r"raise it to ([\d.]+ KiB)", str(refused.value))
+        fill(named, **many, selector=Nosa(share=0.5, bits=None, pool_tokens=1))
 
 
 def test_buffers_that_grow_take_the_place_of_slots(store: Path):

@@ -131,6 +131,7 @@ def test_packed_products_without_a_compiler(monkeypatch):
         ({"bits": 8}, "bits"),
         ({"channels": calibrated(3), "bits": 4}, "even"),
         ({"channels": [torch.zeros(2, 4)]}, "int64"),
+        ({"scale": float("inf")}, "scale must be finite"),
     ],
 )
 def test_wrong_settings_of_double_sparsity_are_refused(arguments, message):
@@ -238,14 +239,25 @@ def test_nosa_uses_the_head_of_a_model_that_has_one():
     selector.observe(0, 0, draw_keys(NUM_BLOCKS))
     chosen = selector.select(draw_query(), 0, FakePool(NUM_BLOCKS))
     assert chosen[0, 0].tolist() == [0, 3, 7, 9]
-    wrong = Nosa(num_blocks=4, score=lambda layer, keys: keys.mean())
-    with pytest.raises(ValueError, match="one number per block"):
-        wrong.observe(0, 0, draw_keys(2))
+    for wrong in (lambda layer, keys: keys.mean(), lambda layer, keys: keys.mean((3, 4)) / 0 * 0):
+        with pytest.raises(ValueError, match="one number per block and no NaN"):
+            Nosa(num_blocks=4, score=wrong).observe(0, 0, draw_keys(2))
 
 
-@pytest.mark.parametrize("arguments", [{"pool_tokens": 0}, {"bits": 8}, {"num_query_blocks": -1}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"pool_tokens": 0},
+        {"pool_tokens": 2.0},
+        {"bits": 8},
+        {"num_query_blocks": -1},
+        {"num_query_blocks": 1.5},
+        {"scale": float("nan")},
+        {"scale": "1"},
+    ],
+)
 def test_wrong_settings_of_nosa_are_refused(arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
+    with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):
         Nosa(num_blocks=4, **arguments)
 
 

@@ -118,6 +118,7 @@ def test_a_selector_that_missed_blocks_says_so(make):
         ({"num_blocks": 3, "share": 0.5}, "one of"),
         ({"share": 0.0}, "share"),
         ({"share": 1.5}, "share"),
+        ({"share": "1/8"}, "share must be a number"),
         ({"num_blocks": 1}, "num_blocks must be at least"),
         ({"num_blocks": 8, "num_sinks": -1}, "at least 0"),
     ],

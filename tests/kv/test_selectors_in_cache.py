@@ -1,10 +1,16 @@
 """Selectors on the real pool: exact where they hold everything, fewer reads where they do not."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 import penstock.kv
 from kv_models import assert_same, cache_bytes, generate, make_model, make_prompt
+from penstock.errors import PenstockError
+from penstock.kv._attend import attend_pool
+from penstock.kv._partial import ScoreRule
+from penstock.kv._visibility import Visibility
 from penstock.kv.selectors import Accumulated, CheckedSelector, DoubleSparsity, Nosa, Window
 from penstock.kv.transformers._calibrate import calibrate
 
@@ -90,3 +96,38 @@ def test_fewer_sequences_in_a_full_budget(selector: str, slots: int):
         for length in (1, 40):
             model(input_ids=torch.randint(3, 80, (1, length)), past_key_values=cache)
         assert cache.get_seq_length() == 138
+
+
+@pytest.mark.parametrize("name", ["nosa", "accumulated", "own"])
+def test_one_selector_in_two_open_caches(model, name):
+    selector = _Observer() if name == "own" else make_selector(name, model, share=0.5)
+    options = {"device_memory": "1MiB", "block_tokens": BLOCK, "selector": selector}
+    with penstock.kv.cache(model, **options):
+        with pytest.raises(ValueError, match="make a selector for each cache"):
+            penstock.kv.cache(model, **options)
+    penstock.kv.cache(model, **options).close()
+
+
+@dataclass
+class _Observer:  # which has no hash
+    num_shown: int = 0
+
+    def select(self, query, layer, pool):
+        return None
+
+    def observe(self, layer, first_block, keys):
+        self.num_shown += keys.shape[2]
+
+
+@pytest.mark.parametrize("change", ["append", "crop", "reset", "close"])
+def test_a_selector_that_changes_the_pool(change):
+    def select(query, layer, pool):
+        arguments = {"append": (layer, token, token), "crop": (3,)}
+        return getattr(pool, change)(*arguments.get(change, ()))
+
+    token = torch.rand(1, 1, 1, 8)
+    pool = penstock.kv.BlockPool(device_memory="64KiB", block_tokens=4, selector=select)
+    pool.append(0, torch.rand(1, 1, 9, 8), torch.rand(1, 1, 9, 8))
+    with pytest.raises(PenstockError, match=r"selector 'select' changed layer 0 .* from 9 tokens"):
+        attend_pool(pool, 0, token, ScoreRule(1.0), Visibility())
+    pool.close()

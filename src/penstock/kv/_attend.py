@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.errors import PenstockError
 from penstock.kv._blocks import LayerBlocks
 from penstock.kv._partial import ScoreRule, attend, merge, nothing
 from penstock.kv._platform import Platform
 from penstock.kv._pool import BlockPool
 from penstock.kv._resident import find_tails
+from penstock.kv._selector import name_of
 from penstock.kv._visibility import Visibility
 
 FEW_TOKENS = 16
@@ -86,7 +88,7 @@ def _attend_few(
     # A user's selector may have `note` or not, behind one that always has.
     is_noted = bool(getattr(selector, "has_note", hasattr(selector, "note")))
     step = _Step(pool.platform, state, query, rule, visibility, first_token, is_noted)
-    chosen = None if selector is None else selector.select(query, layer, pool)
+    chosen = None if selector is None else _select(pool, layer, query, selector)
     if chosen is None and not is_noted and step.reads_all:
         resident = pool.resident.find_all(state, layer, step.first_block)
         if resident is not None and resident.addresses is not None:
@@ -118,6 +120,19 @@ def _attend_few(
     if selector is not None and is_noted and is_read.any():
         selector.note(layer, *step.shares(is_read))
     return step.result
+
+
+def _select(pool: BlockPool, layer: int, query: torch.Tensor, selector: Any) -> torch.Tensor | None:
+    """Return what a selector chooses."""
+    num_tokens = pool.length(layer)
+    chosen = selector.select(query, layer, pool)
+    if pool.length(layer) != num_tokens:
+        raise PenstockError(
+            f"selector {name_of(selector)!r} changed layer {layer} of the pool, from {num_tokens} "
+            f"tokens to {pool.length(layer)}, while it was asked for blocks; let it read the pool "
+            "only, and reset() that"
+        )
+    return chosen
 
 
 class _Step:

@@ -17,7 +17,7 @@ from penstock.kv._pages import PageTable
 from penstock.kv._platform import Platform
 from penstock.kv._residency import RecordResidency
 from penstock.memory import Ledger, Tier
-from penstock.units import format_bytes
+from penstock.units import ceil_bytes, format_bytes
 
 _BUFFER_BYTES = 2 * 2**20
 _LEAST_BUFFER_BYTES = 2**20  # of smaller ones there are no more than two
@@ -65,6 +65,7 @@ class DeviceTier:
         self.budget_bytes = budget_bytes
         self.selector_bytes = 0
         self.staging_bytes = 0
+        self._piece_bytes = 0  # the most that passes the staging memory at once
         self._pages = pages
         self._lower = lower
         self._ledger = ledger
@@ -102,7 +103,7 @@ class DeviceTier:
         if self.budget_bytes < least_bytes:
             raise InfeasibleError(
                 f"device_memory={format_bytes(self.budget_bytes)} is below one block per layer, "
-                f"{format_bytes(least_bytes)} with blocks of {block_tokens} tokens; raise "
+                f"{ceil_bytes(least_bytes)} with blocks of {block_tokens} tokens; raise "
                 "device_memory or lower block_tokens",
                 minimum_device_bytes=least_bytes,
                 proved=True,
@@ -121,11 +122,19 @@ class DeviceTier:
         more = num_bytes - self.selector_bytes
         if more > 0 and not self._make_room(more):
             raise CapacityError(
-                f"the selector keeps {format_bytes(num_bytes)}, which device_memory="
-                f"{format_bytes(self.budget_bytes)} has no room for; raise device_memory"
+                f"the selector keeps {format_bytes(num_bytes)} so far, which "
+                f"device_memory={format_bytes(self.budget_bytes)} has no room for; raise it to "
+                f"{self._name_least(num_bytes)}, and further for more layers and tokens"
             )
         self._ledger.add(Tier.DEVICE, more)
         self.selector_bytes = num_bytes
+
+    def _name_least(self, selector_bytes: int) -> str:
+        """Write a budget that holds so much of a selector, and the staging memory that it has."""
+        parts = _STAGING_SHARE if self.platform.has_staging else self._buffer_share
+        beside_share = -(-selector_bytes * parts // (parts - 1))
+        # Staging is at most that share, or two pieces of the blocks that pass it.
+        return ceil_bytes(max(beside_share, selector_bytes + 2 * self._piece_bytes))
 
     def _make_room(self, num_bytes: int) -> bool:
         """Take slots out of use until so many bytes are left; False where they are too few."""
@@ -171,6 +180,7 @@ class DeviceTier:
 
     def make_staging(self, page_bytes: int, *, has_file: bool) -> None:
         """Make buffers of files and chunks, each for whole pages; larger ones for larger pages."""
+        self._piece_bytes = max(self._piece_bytes, page_bytes)
         self.make_chunks(page_bytes)
         if has_file and (not self._buffers or self.buffer_bytes < page_bytes):
             self._make_buffers(page_bytes)
@@ -211,7 +221,8 @@ class DeviceTier:
             raise CapacityError(
                 f"a block takes {format_bytes(page_bytes)}, which device_memory="
                 f"{format_bytes(self.budget_bytes)} has no room for beside the "
-                f"{format_bytes(self.selector_bytes)} of the selector; raise device_memory"
+                f"{format_bytes(self.selector_bytes)} of the selector; raise it to "
+                f"{self._name_least(self.selector_bytes)}, and further for more layers and tokens"
             )
         area = self.platform.host_area(number * each)
         self._buffers = [TransferBuffer(part) for part in area.cut(number)]

@@ -267,6 +267,10 @@ class InputPages:
         if state is not None:
             self._ledger.add(Tier.DEVICE, -state.num_bytes)
 
+    def close(self) -> None:
+        """Forget all unfinished inputs."""
+        self._unfinished.clear()
+
     def free(self, pages: np.ndarray) -> None:
         """Give back the inputs of pages of keys and values."""
         self._device.settle()

@@ -376,7 +376,7 @@ class PageTiers:
         if self._prefix is not None:
             self._prefix.close()
         self._host.clear()
-        self._bounce = None
+        self._bounce, self.prefix_bytes = None, 0
 
     def check_file(self) -> None:
         """Raise an error if there is no file for what host memory has no room for."""

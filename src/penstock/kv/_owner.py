@@ -35,6 +35,11 @@ class Owner(Savable):
         """True in a fork of the process that made the object, where its threads are not."""
         return os.getpid() != self._process
 
+    @property
+    def is_open(self) -> bool:
+        """True until it is closed."""
+        return not self._closed
+
     def check_open(self) -> None:
         """Raise `PenstockError` where the object is closed, or in a forked process."""
         if self._closed:

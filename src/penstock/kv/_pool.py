@@ -26,7 +26,7 @@ from penstock.kv._prefix_file import PrefixFile
 from penstock.kv._reads import Groups
 from penstock.kv._report import PoolReport
 from penstock.kv._resident import ResidentLayers
-from penstock.kv._selector import name_of, resolve_selector, tell
+from penstock.kv._selector import claim, name_of, resolve_selector, tell
 from penstock.kv._tiers import PoolTiers
 from penstock.memory import FileStore, Ledger, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
@@ -116,6 +116,7 @@ class BlockPool(Owner):
         )
         self._failure: BaseException | None = None
         self._tiers = self._make_tiers(prefix=prefix)
+        claim(self._selector, self)
         if prefix is not None:
             with contextlib.ExitStack() as stack, self.platform.use():
                 stack.callback(self.close)
@@ -302,8 +303,6 @@ class BlockPool(Owner):
         reads.drop_ahead()
         self._tiers.close()
         self._layers.clear()
-        for tier in Tier:
-            self.ledger.add(tier, -self.ledger.resident(tier))
         self._tiers = self._make_tiers(prefix=None)
         self._tiers.reads.keep_counts_of(reads)
         self._tell_selector("crop", None, 0)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from penstock.kv.selectors import Accumulated, CheckedSelector, Nosa, Window
 
 _SHARE = 1 / 16  # of the full blocks, for selectors that are named only
+_pools: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Pools by the identities of their selectors, which they keep alive."""
 _NAMED = {"window": Window, "nosa": Nosa, "accumulated": Accumulated}
 
 
@@ -56,7 +59,7 @@ def resolve_selector(selector: object) -> Selector | None:
     """Turn the argument `selector` into a selector; None for `"all"`.
 
     Raises:
-        ValueError: It is an unknown name.
+        ValueError: It is an unknown name, or the selector of another open pool.
         TypeError: It is neither a name, nor a selector, nor a function.
     """
     if selector is None or selector == "all":
@@ -68,10 +71,31 @@ def resolve_selector(selector: object) -> Selector | None:
         return _NAMED[selector](share=_SHARE)
     if isinstance(selector, type):
         raise TypeError(f"selector is the class {selector.__name__}; pass an object of it")
+    _check_free(selector)
     if type(selector).__module__.startswith(Window.__module__.rpartition(".")[0]):
         assert isinstance(selector, Selector)
         return selector
     return CheckedSelector(selector)
+
+
+def claim(selector: Any, pool: Any) -> None:
+    """Note the pool of a selector, which `resolve_selector` refuses for others while it is open."""
+    if selector is not None and (selector.reads_keys or hasattr(selector, "note")):
+        _pools[_identify(selector)] = pool
+
+
+def _identify(selector: object) -> int:
+    return id(selector.wrapped if isinstance(selector, CheckedSelector) else selector)
+
+
+def _check_free(selector: object) -> None:
+    """Raise `ValueError` where a selector keeps something of the blocks of another open pool."""
+    pool = _pools.get(_identify(selector))
+    if pool is not None and pool.is_open:
+        raise ValueError(
+            f"selector {type(selector).__name__!r} is that of another open cache, whose blocks it "
+            "knows; make a selector for each cache, or close the other"
+        )
 
 
 def tell(

@@ -151,3 +151,8 @@ class PoolTiers:
         self.reads.drop_ahead()
         self.lower.close()
         self.device.close()
+        if self.inputs is not None:
+            self.inputs.close()
+        self.pages.references[:] = 0
+        for tier in Tier:
+            self._ledger.add(tier, -self._ledger.resident(tier))

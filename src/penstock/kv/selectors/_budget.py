@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Protocol
 
 from torch import Tensor
@@ -56,8 +56,8 @@ class BudgetSelector:
         for name, count in counts.items():
             if count is not None and not isinstance(count, Integral):
                 raise TypeError(f"{name} must be a whole number; got {count!r}")
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1; got {share}")
+        if share is not None and not (isinstance(share, Real) and 0 < share <= 1):
+            raise ValueError(f"share must be a number above 0 and at most 1; got {share!r}")
         if num_sinks < 0 or num_recent < 0:
             raise ValueError(
                 f"num_sinks and num_recent must be at least 0; got {num_sinks} and {num_recent}"
@@ -137,6 +137,14 @@ class BudgetSelector:
         scores[..., : self._num_sinks] = value
         scores[..., total - self._num_recent :] = value
         return scores
+
+
+def check_scale(scale: object) -> None:
+    """Raise an error if the scale of products is neither None nor a finite number."""
+    if scale is not None and not isinstance(scale, Real):
+        raise TypeError(f"scale must be a number or None; got {scale!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite; got {scale}")
 
 
 def top_blocks(scores: Tensor, num_blocks: int) -> Tensor:

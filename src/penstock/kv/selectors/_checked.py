@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.kv.selectors._budget import BlockCounts
+from penstock.units import parse_count
 
 
 class CheckedSelector:
@@ -46,6 +47,11 @@ class CheckedSelector:
             self.note = selector.note
 
     @property
+    def wrapped(self) -> Any:
+        """The user's function or object."""
+        return self._selector
+
+    @property
     def name(self) -> str:
         """Name of the user's function or class."""
         return self._name
@@ -58,7 +64,8 @@ class CheckedSelector:
     @property
     def nbytes(self) -> int:
         """Bytes that the user's selector says it keeps on the device."""
-        return int(getattr(self._selector, "nbytes", 0))
+        name = f"nbytes of selector {self._name!r}"
+        return parse_count(getattr(self._selector, "nbytes", 0), name=name)
 
     def observe(self, layer: int, first_block: int, keys: Tensor) -> None:
         """Hand on the keys of full blocks, `(B, H, blocks, T, d)`."""
@@ -95,8 +102,9 @@ class CheckedSelector:
         blocks = self._select(query.clone(), layer, pool)  # which attention is to use unchanged
         if blocks is None:
             return None
-        if not isinstance(blocks, Tensor) or blocks.dtype != torch.int64:
-            got = blocks.dtype if isinstance(blocks, Tensor) else type(blocks).__name__
+        is_dense = isinstance(blocks, Tensor) and blocks.layout is torch.strided
+        if not is_dense or blocks.dtype != torch.int64:
+            got = blocks.dtype if is_dense else getattr(blocks, "layout", type(blocks).__name__)
             raise TypeError(self._say(layer, f"an int64 tensor or None; got {got}"))
         num_heads = self._num_heads.get(layer)
         expected = f"shape ({query.shape[0]}, {num_heads or 'KV heads'}, k)"

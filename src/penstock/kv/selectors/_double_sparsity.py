@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.kv.selectors._budget import BudgetSelector, split_heads
+from penstock.kv.selectors._budget import BudgetSelector, check_scale, split_heads
 from penstock.kv.selectors._packing import best_weights, pack
 
 
@@ -126,6 +126,7 @@ class DoubleSparsity(BudgetSelector):
                 )
             if bits == 4 and chosen.shape[1] % 2:
                 raise ValueError(f"with bits=4 r must be even; got {chosen.shape[1]} channels")
+        check_scale(scale)
         self._channels = list(channels)
         self._reduce = reduce
         self._bits = bits

@@ -12,10 +12,12 @@ from torch.nn import functional
 from penstock.kv.selectors._budget import (
     BlockCounts,
     BudgetSelector,
+    check_scale,
     split_heads,
     top_blocks,
 )
 from penstock.kv.selectors._packing import best_products, pack, unpack
+from penstock.units import parse_count
 
 
 class Nosa(BudgetSelector):
@@ -77,12 +79,12 @@ class Nosa(BudgetSelector):
         super().__init__(
             num_blocks=num_blocks, share=share, num_sinks=num_sinks, num_recent=num_recent
         )
-        if pool_tokens < 1:
-            raise ValueError(f"pool_tokens must be at least 1; got {pool_tokens}")
+        pool_tokens = parse_count(pool_tokens, name="pool_tokens", least=1)
         if bits not in (None, 4):
             raise ValueError(f"bits must be None or 4; got {bits!r}")
-        if num_query_blocks is not None and num_query_blocks < 0:
-            raise ValueError(f"num_query_blocks must be at least 0; got {num_query_blocks}")
+        if num_query_blocks is not None:
+            num_query_blocks = parse_count(num_query_blocks, name="num_query_blocks")
+        check_scale(scale)
         self._num_query_blocks = num_query_blocks
         self._pool_tokens = pool_tokens
         self._bits = bits
@@ -106,10 +108,10 @@ class Nosa(BudgetSelector):
             scores = self._difference(layer, first_block, unpack(parts))
         else:
             scores = self._score(layer, keys)
-            if scores.shape != keys.shape[:3]:
+            if scores.shape != keys.shape[:3] or bool(scores.isnan().any()):
                 raise ValueError(
-                    f"score must return {tuple(keys.shape[:3])}, one number per block; got "
-                    f"{tuple(scores.shape)}"
+                    f"score must return {tuple(keys.shape[:3])}, one number per block and no NaN; "
+                    f"got {tuple(scores.shape)}: {scores.flatten()[:4].tolist()}"
                 )
         self._summaries.append(layer, first_block, [scores.float(), *parts])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -72,8 +74,8 @@ class Accumulated(BudgetSelector):
         super().__init__(
             num_blocks=num_blocks, share=share, num_sinks=num_sinks, num_recent=num_recent
         )
-        if not half_life > 0:
-            raise ValueError(f"half_life must be above 0 steps; got {half_life}")
+        if not isinstance(half_life, Real) or not half_life > 0:
+            raise ValueError(f"half_life must be a number of steps above 0; got {half_life!r}")
         self._keep = 0.5 ** (1 / half_life)  # summaries: sums of weights (B, H, N)
 
     def observe(self, layer: int, first_block: int, keys: Tensor) -> None:
