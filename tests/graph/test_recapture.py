@@ -139,6 +139,59 @@ def test_positions_that_the_first_call_makes_are_no_matter():
     assert not model.history
 
 
+CACHE = {}
+
+
+@functools.cache
+def cached_mask(size):
+    return torch.full((size, size), -1e9).triu(1)
+
+
+@functools.lru_cache(4)
+def cached_pair(size):
+    return torch.arange(float(size)).cos(), torch.arange(float(size)).sin()
+
+
+class Table:
+    made = None
+
+    @classmethod
+    def get(cls):
+        if cls.made is None:
+            cls.made = torch.linspace(0, 1, 8)
+        return cls.made
+
+
+CACHES = {
+    "a function's": lambda model, value: value + (cached_mask(8) + value).softmax(1)[0, 0],
+    "pairs": lambda model, value: value * cached_pair(8)[0].sum() + cached_pair(8)[1].sum(),
+    "a dictionary": lambda model, value: (
+        value * CACHE.setdefault("w", torch.hann_window(8) if "w" not in CACHE else None).sum()
+    ),
+    "a class's": lambda model, value: value * Table.get().sum(),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_constants_that_the_first_call_keeps_in_caches_are_no_matter(name):
+    for clear in (cached_mask.cache_clear, cached_pair.cache_clear, CACHE.clear):
+        clear()
+    Table.made = None
+    model = Step(CACHES[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = capture(model, optimizer, X)
+    expected = model(X)  # with what the capture has left in the cache
+    assert run(graph, model, optimizer, X) == expected
+
+
+def test_constants_in_caches_have_numbers_after_a_refusal_too():
+    cached_mask.cache_clear()
+    model = Step(lambda model, value: value * cached_mask(4)[1, 0] * value.item())
+    with pytest.raises(CaptureError, match="item"):
+        capture(model, torch.optim.SGD(model.parameters()), X)
+    assert model(X) == 0
+
+
 def counted_by(name):
     """A loss that counts its calls, which is of no effect."""
     state, numbers = types.SimpleNamespace(calls=0), itertools.count()

@@ -59,3 +59,13 @@ unchecked_sparse_tensor: Any = torch.ops.aten._sparse_coo_tensor_unsafe.default
 
 is_in_bad_fork = torch.cuda._is_in_bad_fork
 """Return whether this process was forked from one that had initialised CUDA."""
+
+
+def give_memory(fake: torch.Tensor, real: torch.Tensor) -> None:
+    """Make a fake tensor the real one that is passed, wherever it is held; the other becomes fake.
+
+    As `torch.utils.swap_tensors`, which refuses tensors that weak references know.
+    """
+    fake.__class__, real.__class__ = real.__class__, fake.__class__
+    fake.__dict__, real.__dict__ = real.__dict__, fake.__dict__
+    torch._C._swap_tensor_impl(fake, real)

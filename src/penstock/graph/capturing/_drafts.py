@@ -121,7 +121,7 @@ class StorageTable:
             raise error_here(
                 f"a tensor of shape {tuple(tensor.shape)} is used that an earlier call of the "
                 "program has made and kept; keep it in a buffer (register_buffer). If only the "
-                "first call makes it, call the model once before"
+                "first call makes it, clear what keeps it and call the model once before"
             )
         return TensorView(
             self.storages[index].current,

@@ -28,6 +28,7 @@ from penstock.graph.capturing._conditions import (
     trace_random_state,
 )
 from penstock.graph.capturing._graph_builder import build_graph
+from penstock.graph.capturing._kept_tensors import materialize_constants
 from penstock.graph.capturing._model import (
     InitialPlaces,
     RunningModules,
@@ -129,6 +130,19 @@ def capture_program(program: StepProgram, optimizer: torch.optim.Optimizer) -> S
 
 def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepGraph:
     """Record a step as `capture` does, without the workspace that its execution adds."""
+    kept: list[bool] = []
+    try:
+        return _record_step(program, optimizer, kept)
+    except CaptureError:
+        if not any(kept):
+            raise
+    return _record_step(program, optimizer, [])  # what was kept is there now, as after any call
+
+
+def _record_step(
+    program: StepProgram, optimizer: torch.optim.Optimizer, kept: list[bool]
+) -> StepGraph:
+    """Record a step; add to `kept` whether its second call has met constants of the first."""
     model, batch, loss = program.model, program.batch, program.loss
     root = nn.ModuleDict(program.roots())
     sharded = ShardedModel(model, loss)
@@ -140,7 +154,7 @@ def record_step(program: StepProgram, optimizer: torch.optim.Optimizer) -> StepG
     with isolate_capture(), refuse_other_draws(lines), lines.note(), mode:
         recorder, tensors = tracer.begin()
         copy = OptimizerCopy(optimizer, tracer.fakes, recorder, parameter_names(root))
-        with tracer.fakes.replace_in(root) as before:
+        with tracer.materialize(recorder, kept), tracer.fakes.replace_in(root) as before:
             places = InitialPlaces(root)
             with tracer.activate(recorder):
                 result, fsdp = tracer.run(recorder)
@@ -209,6 +223,7 @@ class _Tracer:
         self.fakes = fakes
         self.modules = RunningModules(root)
         self._program, self._root, self._sharded = program, root, sharded
+        self._num_calls = 0
         held = (*root.parameters(), *root.buffers())
         self._replaced = [fakes.local.get(id(each), each) for each in held]
 
@@ -250,6 +265,17 @@ class _Tracer:
         return recorder, tensors
 
     @contextlib.contextmanager
+    def materialize(self, recorder: Recorder, kept: list[bool]) -> Iterator[None]:
+        """Give the constants that the program keeps in the block their numbers, at its end.
+
+        Add to `kept` whether there are any and the program was called a second time.
+        """
+        try:
+            yield
+        finally:
+            kept.append(materialize_constants(recorder) and self._num_calls > 1)
+
+    @contextlib.contextmanager
     def activate(self, recorder: Recorder) -> Iterator[None]:
         """Let a recorder record the operators that run in the block."""
         with (
@@ -263,6 +289,7 @@ class _Tracer:
 
     def run(self, recorder: Recorder) -> tuple[torch.Tensor, FsdpCapture]:
         """Call the program; return its loss, and the capture of its shards."""
+        self._num_calls += 1
         torch.clear_autocast_cache()  # casts of parameters belong to each call
         fsdp = FsdpCapture(self._sharded, self.fakes, recorder)
         return self._fake_program.run(recorder, self._root, fsdp), fsdp

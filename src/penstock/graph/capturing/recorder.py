@@ -131,6 +131,16 @@ class Recorder(TorchDispatchMode):
         """Return whether the tensor's elements are known, and no data can change them."""
         return self._masks_of(tensor) == frozenset()
 
+    def constant_tensor(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the real tensor that a constant stands for; None for all others, and for those of
+        a device that is not here.
+        """
+        device = tensor.device
+        if not self.is_constant(tensor) or (device.type != "cpu" and not torch.cuda.is_available()):
+            return None
+        with no_dispatch():
+            return self._constants.tensor(self.storages.view(tensor)).to(device)
+
     def follows_full_mask(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's bits may depend on the branch that a program takes for a mask.
 
