@@ -227,6 +227,17 @@ def test_a_search_that_ends_early_says_so():
     assert peak.num_bytes >= best.num_bytes
 
 
+def test_no_more_programs_are_made_when_the_time_is_over(monkeypatch):
+    graph = training_graph(random.Random(3), 5)
+    orders = start_orders(graph)
+    search = TrafficSearch(graph, peak_bytes(graph) - 1, reorder=True, time_limit=0.0)
+    monkeypatch.setattr(search, "find_offsets", lambda *_: None)
+    make, made = search._program, []
+    monkeypatch.setattr(search, "_program", lambda *args: made.append(args) or make(*args))
+    search.run(orders)
+    assert len(made) <= len(orders)
+
+
 def test_a_skip_connection_leaves_at_the_tightest_budget():
     build = GraphBuilder()
     x = build.storage(10, Kind.INPUT, given=True)

@@ -67,7 +67,9 @@ def exact(request: PlanRequest) -> Plan:
     orders = start_orders(graph) if request.reorder else [tuple(range(len(graph.operators)))]
     for order in orders:
         intervals = _keep_resident(graph, order, with_unused=links is None)
-        offsets = find_offsets(graph, order, intervals, device_bytes, time_limit=_PACK_SECONDS)
+        offsets = find_offsets(
+            graph, order, intervals, device_bytes, time_limit=min(time_limit, _PACK_SECONDS)
+        )
         if offsets is not None:
             return _plan(request, Packed(order, intervals, [], offsets), 0, True)
     if links is None:

@@ -102,7 +102,7 @@ class TrafficSearch:
         Where nothing is required at the ends of the step more operators stay together.
         """
         groups = self.groups if at_ends else self.loose_groups
-        if best.proved or len(groups.free_pairs()) > _MAX_PAIRS:
+        if best.proved or not self._seconds_left or len(groups.free_pairs()) > _MAX_PAIRS:
             return best
         relaxation = self._relaxation(groups, is_ordered=True, at_ends=at_ends)
         least = relaxation.solve(_ORDERED_SHARE * self._seconds_left)
@@ -174,6 +174,8 @@ class TrafficSearch:
     def _search_lower_capacities(self, best: Incumbent) -> Incumbent:
         """Solve for a lower capacity, where no solution for all of it packs."""
         for share in _LOWER_CAPACITIES:
+            if not self._seconds_left:  # to make a program takes longer than a short limit
+                break
             program = self._program(int(self.capacity * share), self.windows, best)
             if not program.solve(max(self._seconds_left, 0.1)):
                 break
@@ -186,9 +188,8 @@ class TrafficSearch:
         self, order: Sequence[int], intervals: Sequence[ResidentInterval]
     ) -> Sequence[int] | None:
         """Return an address for each interval, if some were found."""
-        return find_offsets(
-            self.graph, order, intervals, self.device_bytes, time_limit=_PACK_SECONDS
-        )
+        time_limit = min(max(self._seconds_left, 0.1), _PACK_SECONDS)
+        return find_offsets(self.graph, order, intervals, self.device_bytes, time_limit=time_limit)
 
     def _pack_solution(self, solution: Solution) -> Packed | None:
         order = solution.order
