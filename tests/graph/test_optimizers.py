@@ -213,6 +213,28 @@ def test_an_optimizer_that_changes_other_tensors_is_refused():
     assert unlike_eager(CASE, frozen) == []
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda each: torch.optim.SGD(each, lr=torch.tensor(0.1), momentum=0.9, fused=True),
+        lambda each: torch.optim.AdamW(each, lr=torch.tensor(0.1), fused=True),
+    ],
+)
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_learning_rates_that_are_tensors_of_fused_optimizers(make, is_scheduled):
+    def with_schedule(parameters):
+        optimizer = make(parameters)
+        if is_scheduled:  # which adds another tensor to the groups
+            torch.optim.lr_scheduler.LinearLR(optimizer)
+        return optimizer
+
+    def lower(optimizer, step):
+        group = optimizer.param_groups[0]
+        group["lr"] = torch.tensor(0.05) if step == 1 else group["lr"].mul_(0.5)
+
+    assert unlike_eager(CASE, with_schedule, before_step=lower) == []
+
+
 class Attributes(Custom):
     """Calls `update` with itself, before it steps."""
 

@@ -226,6 +226,28 @@ def test_torchs_own_errors_name_the_line(forward):
         capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
 
 
+def test_torchs_own_errors_without_a_line_of_the_model_name_that_of_the_capture():
+    model = nn.Sequential(nn.Linear(4, 1))
+    with pytest.raises(CaptureError, match=rf"{re.escape(__file__)}:.* torch cannot run"):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(2, 3))
+
+
+def test_checks_of_distributions_name_the_way_out():
+    model = Step(lambda weight, x: torch.distributions.Normal(weight, 1.0).log_prob(x).sum())
+    with pytest.raises(CaptureError, match="validate_args=False"):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+
+def test_the_detection_of_anomalies_is_named():
+    model = Step(lambda weight, x: (weight * x).sum())
+    optimizer = torch.optim.SGD(model.parameters())
+    with torch.autograd.set_detect_anomaly(True):
+        with pytest.raises(CaptureError, match=r"set_detect_anomaly\(True\).*check_nan=False"):
+            capture(model, optimizer, torch.ones(4))
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        capture(model, optimizer, torch.ones(4))
+
+
 def in_place(module):
     module.compile()
     return module
@@ -535,3 +557,10 @@ def test_arguments_of_the_wrong_type_are_named():
         capture(None, None, None)
     with pytest.raises(TypeError, match="optimizer has to be"):
         capture(nn.Linear(2, 2), None, None)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for argument in ("loss", "before_step"):
+        with pytest.raises(TypeError, match=f"{argument}=3: pass a function"):
+            capture(model, optimizer, None, **{argument: 3})
+    with pytest.raises(ValueError, match="accumulate='2'"):
+        capture(model, optimizer, [None, None], accumulate="2")

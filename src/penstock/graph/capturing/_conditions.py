@@ -24,7 +24,7 @@ from torch.nn.modules import batchnorm
 
 from penstock.compat.dispatch import current_modes
 from penstock.compat.fake_tensors import FakeTensor
-from penstock.compat.user_line import is_raised_by_user, user_line_of
+from penstock.compat.user_line import is_raised_by_user, user_line, user_line_of
 from penstock.errors import CaptureError, PenstockError
 from penstock.graph.capturing._program_lines import (
     SYSTEM,
@@ -69,8 +69,9 @@ def _translate_torch_errors() -> Iterator[None]:
         is_unsupported = "supported for tensor subclasses" in str(error)
         if is_raised_by_user(error) and not is_unsupported:
             raise
+        # Where torch's code alone has run since the capture began, the line that asked for it.
         raise CaptureError(
-            f"{describe_line(user_line_of(error))}: torch cannot run this on tensors without data, "
+            f"{describe_line(user_line_of(error) or user_line())}: torch cannot run this on tensors without data, "
             f"as a capture does ({type(error).__name__}: {error}){_remedy(error)}"
         ) from error
 
@@ -91,7 +92,8 @@ def _remedy(error: Exception) -> str:
 def name_optimizer_in_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Add to errors in the optimizer's step the optimizer's class, and the alternatives."""
     try:
-        yield
+        with _translate_torch_errors():
+            yield
     except CaptureError as error:
         kind = type(optimizer).__name__
         tensors = [

@@ -311,7 +311,8 @@ class OptimizerCopy:
             for key, value in group.items():
                 name = f"optimizer.param_groups.{index}.{key}"
                 if isinstance(value, torch.Tensor):
-                    group[key] = self._fakes.of(value, name)
+                    with self._recorder.pause():
+                        group[key] = self._fakes.of(value, name)
                     on_device = value.dim() > 0 or value.device.type != "cpu"
                     self.tensors[name] = self._recorder.adopt(
                         group[key], name, Kind.INPUT, on_device=on_device
@@ -343,7 +344,12 @@ class OptimizerCopy:
                 maker = maker_of.get(storages.index_of(tensor))
                 self.initial_state[name] = maker and _read_fill(maker, tensor.dtype)
                 makers.add(maker.name if maker else "")
-        rest = [draft.target for draft in first.drafts if draft.name not in makers]
+        # Numbers of groups that are tensors are constants in the first step, and not adopted yet.
+        rest = [
+            each.target
+            for each in first.drafts
+            if each.name not in makers and not each.is_outside
+        ]
         rest, steady = ([each for each in some if each != SCALAR] for some in (rest, steady))
         if rest != steady or None in self.initial_state.values():
             fill = _find_first_momentum(self._optimizer)

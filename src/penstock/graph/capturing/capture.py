@@ -53,6 +53,7 @@ from penstock.graph.capturing.step_program import (
     check_accumulation,
     check_model,
     check_optimizer,
+    check_program,
     find_device_type,
 )
 from penstock.graph.executable import make_executable
@@ -122,7 +123,12 @@ def capture_program(program: StepProgram, optimizer: torch.optim.Optimizer) -> S
             "a step is captured in torch.inference_mode(), in which nothing has gradients: leave "
             "it around the capture, or enter torch.inference_mode(False)"
         )
-    check_model(program.model)
+    if torch.is_anomaly_check_nan_enabled() and torch.is_anomaly_enabled():
+        raise CaptureError(
+            "a step is captured under torch.autograd.set_detect_anomaly(True), which looks at the "
+            "numbers of each gradient: leave it around the capture, or pass check_nan=False"
+        )
+    check_program(program)
     check_optimizer(optimizer)
     check_accumulation(program.batch, program.accumulate)
     return make_executable(record_step(program, optimizer))

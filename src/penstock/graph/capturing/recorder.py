@@ -19,7 +19,7 @@ from penstock.compat.fake_tensors import FakeTensor
 from penstock.graph.capturing._constants import ConstantValues, OutsideTensors, copy_constant
 from penstock.graph.capturing._drafts import Draft, StorageTable
 from penstock.graph.capturing._fake_results import SYMBOLS, run_fake
-from penstock.graph.capturing._program_lines import error_here
+from penstock.graph.capturing._program_lines import error_here, validation_remedy
 from penstock.graph.capturing._traced_numbers import NumberTracer, ScalarNode
 from penstock.graph.capturing.schemas import Schema, is_random_call, schema_of, writes_nothing
 from penstock.graph.costs.counts import OperatorCounts, count_operator, touched_bytes
@@ -403,7 +403,7 @@ class Recorder(TorchDispatchMode):
             f"the program asks{f' in module {module!r}' if module else ''} for a number that only "
             "the data can tell (item(), bool(), float(), tolist() or an if on a tensor); a "
             "captured step has one course of events: keep the number a tensor, as with "
-            "torch.where, or move this out of the step"
+            f"torch.where, or move this out of the step{validation_remedy()}"
         )
 
     def trace_count(self, tensor: torch.Tensor) -> torch.SymFloat:

@@ -176,6 +176,19 @@ def check_optimizer(optimizer: object) -> None:
         raise TypeError(f"optimizer has to be a torch.optim.Optimizer, and is a {kind}")
 
 
+def check_program(program: StepProgram) -> None:
+    """Raise unless the model is one as `check_model` says, and what else is called can be.
+
+    Raises:
+        TypeError: Something is no module, or no function; the message names the argument.
+        CaptureError: The model is one whose code a capture does not see.
+    """
+    check_model(program.model)
+    for name, value in (("loss", program.loss), ("before_step", program.before_step)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}={value!r}: pass a function, or leave it out")
+
+
 def check_model(model: object) -> None:
     """Raise unless the argument is a module whose code a capture can see.
 
@@ -224,9 +237,9 @@ def check_accumulation(batch: Any, accumulate: int | None) -> None:
     if accumulate is None:
         return
     found = len(batch) if isinstance(batch, list | tuple) else type(batch).__name__
-    if found != accumulate or accumulate < 1:
+    if type(accumulate) is not int or found != accumulate or accumulate < 1:
         raise ValueError(
-            f"accumulate={accumulate}: the batch has to be a list of so many micro-batches, at "
+            f"accumulate={accumulate!r}: the batch has to be a list of so many micro-batches, at "
             f"least one, and is {found if isinstance(found, str) else f'one of {found}'}"
         )
 
