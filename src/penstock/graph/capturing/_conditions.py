@@ -70,9 +70,10 @@ def _translate_torch_errors() -> Iterator[None]:
         if is_raised_by_user(error) and not is_unsupported:
             raise
         # Where torch's code alone has run since the capture began, the line that asked for it.
+        line = describe_line(user_line_of(error) or user_line())
         raise CaptureError(
-            f"{describe_line(user_line_of(error) or user_line())}: torch cannot run this on tensors without data, "
-            f"as a capture does ({type(error).__name__}: {error}){_remedy(error)}"
+            f"{line}: torch cannot run this on tensors without data, as a capture does "
+            f"({type(error).__name__}: {error}){_remedy(error)}"
         ) from error
 
 
