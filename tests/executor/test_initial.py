@@ -140,6 +140,35 @@ def test_a_tensor_without_numbers_is_noticed(store):
         assert all(parameter.isnan().all() for parameter in model.parameters())
 
 
+def test_an_initialization_that_fails_leaves_everything_on_the_meta_device(store):
+    model, stepper = on_meta()
+    tied = model.first.weight
+    calls = []
+
+    def fail(module):
+        calls.append(module)
+        if len(calls) == 2:
+            raise OSError("no numbers")
+        ones(module)
+
+    with pytest.raises(OSError, match="no numbers"):
+        bound(model, stepper, "file", store, initialize=fail)
+    assert all(each.is_meta for each in (*model.parameters(), *model.buffers()))
+    assert model.second.weight is model.first.weight is tied
+    assert not any(stepper.state.values())
+    torch.manual_seed(3)
+    with bound(model, stepper, "file", store, initialize=ones) as step:  # as if for the first time
+        losses = [step(BATCH) for _ in range(3)]
+        found = everything(model, stepper, losses)
+    assert differences(eagerly(ones), found, "") == []
+
+
+def test_an_initialization_of_a_model_in_memory_is_refused():
+    model, stepper = in_memory()
+    with pytest.raises(ValueError, match=r"initialize='model.safetensors': .* load_state_dict"):
+        bound(model, stepper, "device", None, initialize="model.safetensors")
+
+
 def test_modules_that_cannot_start_by_themselves_are_named():
     class Scale(nn.Module):
         def __init__(self):

@@ -21,7 +21,7 @@ from penstock.executor.run.report import ExecutionReport
 from penstock.executor.run.shadow import Shadow
 from penstock.executor.state.initial import Initialization, Initializer
 from penstock.graph import StepGraph
-from penstock.graph.capturing.step_program import StepProgram, check_optimizer
+from penstock.graph.capturing.step_program import StepProgram, check_optimizer, check_program
 from penstock.memory import FileStore, MachineProfile, Uncopied
 from penstock.planner import Found, Plan
 from penstock.units import parse_bytes
@@ -227,10 +227,11 @@ def fit(
         planned = [planner.make_plan(binder.partitioned.graph)]
         return PlannedStep(binder, planned, Initialization([], None), Shadow(program, 0), planner)
     checks = Shadow(program, shadow)
+    check_program(program)
+    initialization = Initialization([*program.roots().values()], initialize)
     planned = [planner.make_plan(binder.capture(batch))]
     for each in extra_batches:
         planned.append(planner.make_plan(binder.capture(each, is_extra=True)))
-    initialization = Initialization([*program.roots().values()], initialize)
     return PlannedStep(binder, planner.fit_one_arena(planned), initialization, checks, planner)
 
 
@@ -417,10 +418,15 @@ class PlannedStep(Uncopied):
         self._executions = executions
         self._current = executions[0]
         self._current.take_turn()
-        if self._initialization.is_needed:
-            self._initialization.run(self._current.memory.evict_pages)
-            self._current.state.copy_all_homes()  # only the homes have first numbers
         self._finalizer = weakref.finalize(self, _stop, executions)
+        if self._initialization.is_needed:
+            try:
+                self._initialization.run(self._current.memory.evict_pages)
+            except BaseException:
+                self._current.state.undo()
+                self._leave()
+                raise
+            self._current.state.copy_all_homes()  # only the homes have first numbers
 
     def _leave(self) -> None:
         """Move the user's tensors to memory of their own, and end the executions."""

@@ -83,6 +83,7 @@ class StateBinding:
         self._sharded = sharded
         self._entries = find_entries(graph, model, loss, optimizer, sharded)
         self._bound: list[_BoundTensor] = []
+        self._made: list[StateEntry] = []  # state that did not exist before
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
         # Between steps a batch norm in training mode changes these without a new version.
         self._statistics = {
@@ -214,6 +215,19 @@ class StateBinding:
                 flat[0].data = view_memory(memory, flat[1], memory.device)
         self.unbind()
 
+    def undo(self) -> None:
+        """Let everything be as before `take_over`: on the meta device what was there, no state that
+        was made, and all else in memory of its own.
+        """
+        materialized = self._memory.blocks.materialized
+        for entry, tensor, _ in self._bound:
+            if self._storage_name(entry) in materialized:
+                _materialize(tensor, torch.empty_like(tensor, device="meta"))
+        for entry in self._made:
+            entry.holder().pop(entry.key, None)
+        materialized.clear()
+        self.move_out()
+
     def unbind(self) -> None:
         """Forget the user's tensors."""
         self._bound = []
@@ -296,6 +310,7 @@ class StateBinding:
         if tensor is None:
             narrow_expanded(home).fill_(find_initial_fill(self._graph, entry.name))
             tensor = entry.set(home.detach())
+            self._made.append(entry)
             self._memory.evict_pages(tensor)
             return _BoundTensor(entry, tensor, tensor.data_ptr())
         check_form(entry.name, entry.view, tensor)

@@ -40,6 +40,11 @@ class Initialization:
         self._call: Callable[[nn.Module], object] | None = None
         self._files: list[SafetensorsFile] = []
         if not self._owners:
+            if initialize is not None:
+                raise ValueError(
+                    f"initialize={initialize!r}: no parameter or buffer is on the meta device; "
+                    "leave it out, and load numbers into a model in memory by its load_state_dict()"
+                )
             return
         if callable(initialize):
             self._call = initialize

@@ -346,9 +346,7 @@ class OptimizerCopy:
                 makers.add(maker.name if maker else "")
         # Numbers of groups that are tensors are constants in the first step, and not adopted yet.
         rest = [
-            each.target
-            for each in first.drafts
-            if each.name not in makers and not each.is_outside
+            each.target for each in first.drafts if each.name not in makers and not each.is_outside
         ]
         rest, steady = ([each for each in some if each != SCALAR] for some in (rest, steady))
         if rest != steady or None in self.initial_state.values():
