@@ -100,6 +100,10 @@ def test_a_batch_of_another_shape_changes_nothing(store):
         before = everything(model, stepper, [])
         with pytest.raises(ValueError, match="was captured as"):
             step(CASES[CASE].batch[:5])
+        with pytest.raises(ValueError, match="batch is on the meta device"):
+            step(CASES[CASE].batch.to("meta"))
+        with pytest.raises(ValueError, match=r"batch is of layout torch\.sparse_coo"):
+            step(CASES[CASE].batch.to_sparse())
         assert differences(before, everything(model, stepper, []), "") == []
         assert step(CASES[CASE].batch).isfinite()
     with pytest.raises(penstock.PenstockError, match="closed"):

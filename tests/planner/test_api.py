@@ -103,6 +103,7 @@ def test_too_little_room_below_is_said():
         ({"seed": None}, ValueError, "seed=None"),
         ({"seed": True}, ValueError, "seed=True"),
         ({"machine": 5}, TypeError, "machine=5"),
+        ({"progress": 5}, TypeError, "progress=5"),
         ({"device_memory": "much"}, ValueError, "device_memory"),
         ({"device_memory": "1/0"}, ValueError, "device_memory"),
         ({"device_memory": "0/5"}, ValueError, "device_memory"),

@@ -41,11 +41,7 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
     _check_constants(graph, batch)
     for name, tensor in found.items():
         view = graph.tensors[name]
-        if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (view.dtype, view.shape):
-            raise ValueError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and was captured as "
-                f"{view.dtype} of shape {view.shape}; pad to that shape, or capture this one"
-            )
+        _check_tensor(name, tensor, view)
         if _has_other_order(tensor, view):
             raise ValueError(
                 f"{name} has strides {tensor.stride()} and was captured with {view.stride}, its "
@@ -63,6 +59,18 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
         if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
             found[name] = _lay_out(name, tensor, view)
     return add_input_parts(graph, found)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, view: TensorView) -> None:
+    """Raise unless a tensor of the batch has numbers, and the captured one's form."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        raise ValueError(f"{name} is {what}; pass a dense tensor with numbers (to_dense())")
+    if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (view.dtype, view.shape):
+        raise ValueError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and was captured as "
+            f"{view.dtype} of shape {view.shape}; pad to that shape, or capture this one"
+        )
 
 
 def _lay_out(name: str, tensor: torch.Tensor, view: TensorView) -> torch.Tensor:

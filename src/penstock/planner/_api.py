@@ -115,7 +115,7 @@ def plan(
         PenstockError: The process may not take the memory that planning needs.
         ValueError, TypeError: An argument has a wrong value or type.
     """
-    _check_arguments(graph, method, time_limit, seed)
+    _check_arguments(graph, method, time_limit, seed, progress)
     share = parse_share(device_memory)
     if share is not None:
         device_memory = int(peak_of_program_order(graph) * share)
@@ -257,7 +257,9 @@ def _bound(request: PlanRequest) -> Bound:
         return compute_bound(request)
 
 
-def _check_arguments(graph: StepGraph, method: str, time_limit: float, seed: int) -> None:
+def _check_arguments(
+    graph: StepGraph, method: str, time_limit: float, seed: int, progress: object
+) -> None:
     if not isinstance(graph, StepGraph):
         raise TypeError(
             f"graph must be a StepGraph, from penstock.capture or StepGraph.load; got {graph!r}"
@@ -269,6 +271,8 @@ def _check_arguments(graph: StepGraph, method: str, time_limit: float, seed: int
         raise ValueError(f"time_limit={time_limit!r}: must be a number of seconds above 0")
     if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
         raise ValueError(f"seed={seed!r}: must be a whole number, 0 or above")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress={progress!r}: must be a function of a Found, or None")
 
 
 def _tiers(

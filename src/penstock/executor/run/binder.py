@@ -97,12 +97,15 @@ class Binder:
         and optimizer are distributed.
 
         Raises:
+            TypeError: It is no partition.
             ValueError: The process group has another number of ranks than the partition.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
-        from penstock.partitioner import apply
+        from penstock.partitioner import Partition, apply
 
+        if not isinstance(partition, Partition):
+            raise TypeError(f"partition={partition!r}: must be what penstock.partition returns")
         num_ranks = distributed.get_world_size() if distributed.is_initialized() else 0
         if num_ranks != partition.devices:
             raise ValueError(
