@@ -69,3 +69,21 @@ def test_reductions_of_losses_are_copied_to_their_places():
     assert not writes_in_place("aten.soft_margin_loss.default")
     assert writes_in_place("aten.mse_loss_backward.default")
     assert writes_in_place("aten.sum.dim_IntList")
+
+
+class ParameterAsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([3.0, 4.0]))
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.weights[1]
+
+
+def test_a_loss_that_is_a_parameter_is_that_before_the_update():
+    model = ParameterAsLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"device_memory": "1MiB", "machine": "h200", "time_limit": 0.05, "cache": False}
+    with penstock.fit(model, optimizer, torch.ones(1), **options) as step:
+        assert [step(torch.ones(1)).item() for _ in range(3)] == [4.0, 3.5, 3.0]
+    assert model.weights.tolist() == [3.0, 2.5]

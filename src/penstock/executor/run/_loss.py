@@ -56,6 +56,7 @@ class LossCheck:
         """Check the loss before the update."""
         self._check(
             self._reading(),
+            self.num_steps + 1,
             "nothing has been updated",
             "skip this batch, or lower the learning rate",
         )
@@ -64,7 +65,7 @@ class LossCheck:
         """Check the loss after the step, if the update precedes it."""
         if self._early is None and self.place is not None:
             outcome = "everything has been updated with it"
-            self._check(self.place, outcome, "load the last checkpoint")
+            self._check(self.place, self.num_steps, outcome, "load the last checkpoint")
 
     def is_equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Return whether two losses of a step have the same bits, or are both NaN; where products
@@ -77,12 +78,12 @@ class LossCheck:
             return math.isclose(first, second, rel_tol=self._tolerance, abs_tol=self._tolerance)
         return float(first).hex() == float(second).hex()
 
-    def _check(self, value: torch.Tensor, outcome: str, remedy: str) -> None:
+    def _check(self, value: torch.Tensor, step: int, outcome: str, remedy: str) -> None:
         loss = value.item()
         if self.expected is not None and not self.is_equal(value, self.expected):
             expected = self.expected.item()
             raise UnlikeEagerError(
-                f"step {self.num_steps + 1}: the planned loss is {loss!r} and the program itself, "
+                f"step {step}: the planned loss is {loss!r} and the program itself, "
                 f"called eagerly, has {expected!r}; it depends on something that its graph has as "
                 "it was when it was captured, as a number of Python that has changed: keep that in "
                 f"a buffer or in a tensor of the batch ({outcome})",

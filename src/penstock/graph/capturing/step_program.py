@@ -80,12 +80,15 @@ class StepProgram(NamedTuple):
                         "the loss depends on no parameter that requires a gradient; is the model "
                         "frozen, or the loss detached?"
                     )
+                part = value.detach()
+                if part in recorder.storages and recorder.storages.of(part).kind.persistent:
+                    part = part.clone()  # of a parameter that is the loss, before its update
                 recorder.phase = Phase.BACKWARD
                 # As in a loop whose autocast is around forward and loss alone.
                 with outside_autocast(recorder.device):
                     value.backward()
                     fsdp.after_backward()
-                total = value.detach() if total is None else total + value.detach()
+                total = part if total is None else total + part
                 recorder.phase = Phase.FORWARD
         assert total is not None
         return total
