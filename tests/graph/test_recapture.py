@@ -306,6 +306,18 @@ def test_numbers_that_a_program_can_read_are_found():
     assert {"model.alpha", "model.0.in_features", "len(model._forward_hooks)"} <= names
 
 
+alike = 1.0
+
+
+def test_a_global_variable_named_like_an_attribute_is_none_that_is_read():
+    def names_of(loss):
+        return {each.name for each in find_numbers({"loss": loss})}
+
+    assert "alike" not in names_of(lambda y, batch: y.alike)
+    assert "alike" in names_of(lambda y, batch: y * alike)
+    assert "alike" in names_of(lambda y, batch: [each * alike for each in y])
+
+
 def test_looking_for_numbers_changes_nothing():
     class Recent(collections.OrderedDict):
         def __getitem__(self, key):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import decimal
+import dis
 import enum
 import fractions
 import functools
@@ -243,7 +244,9 @@ class _NumberSearch:
             if each:
                 self.add(each, f"{place}'s defaults", place, depth)
         names, holder = set(_names_in(code)), function.__globals__
-        for name in names & holder.keys():
+        for name in _globals_in(code):
+            if name not in holder:  # a built-in function
+                continue
             value = holder[name]
             if isinstance(value, type | types.ModuleType):
                 self._visit_namespace(value, names, name, depth)
@@ -300,6 +303,20 @@ class _NumberSearch:
 
 def _to_value(held: Any) -> Any:
     return held if issubclass(type(held), _ATOMS) else Identity(id(held))
+
+
+@functools.lru_cache(4096)
+def _globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code reads as global variables, with the functions within it."""
+    found = [
+        each.argval
+        for each in dis.get_instructions(code)
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found += _globals_in(constant)
+    return tuple(dict.fromkeys(found))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
