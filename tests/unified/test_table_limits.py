@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from penstock.compat.fake_tensors import FakeTensorMode
 from penstock.errors import StoreUnavailableError
 from penstock.unified import unify
 
@@ -95,3 +96,46 @@ def test_rows_without_bytes_count_from_the_end():
     assert table[torch.tensor([-1])].shape == (1, 0)
     with pytest.raises(IndexError, match="is -1, but the table has 5 rows"):
         table.gather_rows(torch.tensor([-1]))
+
+
+def _gather_within_functions(table: torch.Tensor) -> None:
+    functional.embedding(torch.tensor([1]), table)
+
+
+def _gather_by_numbers_of_before(table: torch.Tensor) -> None:
+    table.gather_rows(_NUMBERS)  # type: ignore[attr-defined]
+
+
+def _gather_beside_other_work(table: torch.Tensor) -> None:
+    table.gather_rows_async(torch.tensor([1])).wait()  # type: ignore[attr-defined]
+
+
+def _write(table: torch.Tensor) -> None:
+    table[torch.tensor([1])] = torch.zeros(1, 4)
+
+
+def _add(table: torch.Tensor) -> None:
+    table.index_add_(0, _NUMBERS, torch.zeros(2, 4))
+
+
+_NUMBERS = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        _gather_within_functions,
+        _gather_by_numbers_of_before,
+        _gather_beside_other_work,
+        _write,
+        _add,
+    ],
+)
+def test_captured_steps_are_refused_before_an_address_is_followed(tmp_path, where, use):
+    """Fake tensors have no memory: their address is zero."""
+    table = unify(torch.rand(10, 4))
+    if where == "file":
+        table = table.save_rows(tmp_path / "x.npy")
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="gather them before the step"):
+        use(table)

@@ -13,7 +13,7 @@ from penstock.unified.file.table import FileTable
 from penstock.unified.file.writer import change_lock
 from penstock.unified.overrides._row_copy import RowCopy
 from penstock.unified.overrides._rows import is_plain_write, is_readable_by_torch, write_rows
-from penstock.unified.overrides.gather import INTEGERS, gather
+from penstock.unified.overrides.gather import INTEGERS, gather, refuse_fake
 from penstock.unified.overrides.registry import Operation, implements, run, whole_table_error
 
 Rows = int | slice | torch.Tensor
@@ -82,6 +82,7 @@ def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: 
     assert isinstance(file, FileTable)
     with torch.no_grad(), change_lock():
         content = torch.empty((*index.shape, *table.shape[1:]), dtype=table.dtype, device="cpu")
+        refuse_fake(index, content)
         if rest:
             file.read_rows(index, content, negative=True)
         content[_key_within(rows, rest)] = value

@@ -11,7 +11,7 @@ from penstock.compat.dispatch import functions
 from penstock.unified._devices import GPU
 from penstock.unified._tensor import FileTensor, UnifiedTensor
 from penstock.unified.file.writer import change_lock, without_gradients
-from penstock.unified.overrides.gather import INTEGERS, check_index, gather
+from penstock.unified.overrides.gather import INTEGERS, check_index, gather, refuse_fake
 from penstock.unified.overrides.registry import Operation, implements, run
 
 # Not `torch.index_select`, which PyTorch Geometric replaces with a function of its own that calls
@@ -42,8 +42,9 @@ def _index_add(
     func: Operation, input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1
 ) -> Any:
     if _writes_whole_rows(input, dim, index, source):
+        refuse_fake(check_index(index), source)
         rows = _materialise(input, source)
-        input._table.write_rows(check_index(index).reshape(-1), rows, alpha=alpha, negative=False)
+        input._table.write_rows(index.reshape(-1), rows, alpha=alpha, negative=False)
         return _count_version(input)
     return run(func, input, dim, index, source, alpha=alpha)
 
@@ -82,8 +83,8 @@ def write_rows(
     table: UnifiedTensor, index: torch.Tensor, rows: torch.Tensor, *, negative: bool
 ) -> UnifiedTensor:
     """Write rows of a table, and count its version; returns the table."""
+    refuse_fake(check_index(index), rows)
     rows = _materialise(table, rows.reshape(index.numel(), *table.shape[1:]))
-    check_index(index)
     table._table.write_rows(index.reshape(-1), rows, alpha=None, negative=negative)
     return _count_version(table)
 

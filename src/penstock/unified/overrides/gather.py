@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.compat.dispatch import unchecked_sparse_tensor, without_torch_function
+from penstock.compat.fake_tensors import FakeTensor
 from penstock.unified._devices import GPU, gather_threads, gpu_of
 from penstock.unified.host.memory import advise_huge_pages
 from penstock.unified.overrides.registry import TableTensor
@@ -97,7 +98,22 @@ def check_index(index: Any) -> torch.Tensor:
         raise TypeError(f"index: expected a tensor of integers, got {found}")
     if not index.is_cpu and index.device.type != GPU:
         raise ValueError(f"index: expected a tensor on the CPU or a GPU, got one on {index.device}")
+    refuse_fake(index)
     return index
+
+
+def refuse_fake(*tensors: torch.Tensor) -> None:
+    """Refuse fake tensors: rows are copied by addresses, and these have none.
+
+    Raises:
+        RuntimeError: One is fake, as all are in a captured step.
+    """
+    if any(isinstance(each, FakeTensor) for each in tensors):
+        raise RuntimeError(
+            "rows of a table are read and written outside of torch's operators, which a captured "
+            "step (penstock.capture, penstock.fit, torch.export) cannot hold: gather them before "
+            "the step and pass them in its batch, or train without a plan"
+        )
 
 
 def _choose_device(
@@ -133,6 +149,7 @@ def _read_rows(
         rows = out
     else:
         rows = torch.empty(index.shape + table.shape[1:], dtype=table.dtype, device=device)
+    refuse_fake(index, rows)
     if reader is None:
         if rows is not out:
             advise_huge_pages(rows)
