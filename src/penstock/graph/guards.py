@@ -79,7 +79,10 @@ class Guards:
             GraphFileError: The step would not be the one that was captured; nothing has moved.
         """
         now, objects = self._take_snapshot()
-        if now.parameters != self._bound.parameters and now.modules == self._bound.modules:
+        is_replaced = len(now.parameters) == len(self._bound.parameters) and (
+            now.parameters != self._bound.parameters and now.modules == self._bound.modules
+        )
+        if is_replaced:
             self._refuse_orphans(now)
             if _index_groups(now) == _index_groups(self._bound):
                 self._bound = self._bound._replace(parameters=now.parameters, groups=now.groups)
@@ -166,6 +169,8 @@ class Guards:
             if was != is_training:
                 mode = "training" if is_training else "evaluation"
                 return f"module {name!r} is in {mode} mode, in which it was not captured"
+        if len(now.parameters) != len(before.parameters):
+            return "parameters have been added or removed"
         if now.has_gradient != before.has_gradient:
             pairs = zip(self._parameters, before.has_gradient, now.has_gradient, strict=True)
             changed = next(name for name, was, has in pairs if was != has)
