@@ -69,7 +69,7 @@ def compile(
         A `CompiledFunction`.
 
     Raises:
-        TypeError: `function` takes no graph, or any number of arguments.
+        TypeError: `function` is no plain function, takes no graph, or any number of arguments.
         ValueError: `without` names no rewrite, or `backend` no backend.
     """
     if function is None:
@@ -94,13 +94,13 @@ class CompiledFunction:
     def __init__(
         self, function: Callable[..., Any], *, without: Collection[str] = (), backend: str = "auto"
     ) -> None:
+        self._signature = read_signature(function)
         functools.update_wrapper(self, function)
         if unknown := sorted(set(without) - set(REWRITES)):
             raise ValueError(f"without has {unknown}; the rewrites are {list(REWRITES)}")
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; the backends are {list(BACKENDS)}")
         self._function = function
-        self._signature = read_signature(function)
         self._names = tuple(self._signature.parameters)[1:]
         self._without = frozenset(without)
         self._backend = backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import warnings
@@ -342,6 +343,12 @@ def test_wrong_arguments_are_refused_by_name(arguments, error, message):
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match=r"backend is 'cuda'; the backends are \['auto', 'torch'"):
         rgnn.compile(lambda g, v: g.nodes(v), backend="cuda")
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), functools.partial(len), IDENTITY, "f"])
+def test_what_is_no_plain_function_is_refused(given):
+    with pytest.raises(TypeError, match=f"plain Python function, got {type(given).__name__}"):
+        rgnn.compile(given)
 
 
 def test_mixed_dtypes_are_refused():

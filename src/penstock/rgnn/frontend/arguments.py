@@ -40,8 +40,14 @@ def read_signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function in the language.
 
     Raises:
-        TypeError: It takes no graph, or any number of arguments.
+        TypeError: It is no plain function, takes no graph, or any number of arguments.
     """
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):
+        raise TypeError(
+            f"function: expected a plain Python function, got {type(function).__name__}; of a "
+            "module, compile a function of the graph that is given the module's parameters "
+            "(the layers RGCNConv, RGATConv and HGTConv are compiled)"
+        )
     signature = inspect.signature(function)
     several = [
         p for p in signature.parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
