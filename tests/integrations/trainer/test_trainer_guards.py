@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
 
+import torch
 import transformers
 
 from _trainers import SMALL, assert_same, outcome_of, trainer_of
@@ -180,3 +181,64 @@ def test_a_loss_with_constants_of_the_trainer_is_the_trainers(tmp_path):
         prepare(trainer).train()
         outcomes.append(outcome_of(trainer))
     assert_same(outcomes[1], outcomes[0])
+
+
+class WithoutPlans:
+    """In place of the plans of a training whose refusal needs none."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def step(self, *_: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+    def close(self) -> None: ...
+
+    def report(self) -> None: ...
+
+
+@pytest.fixture
+def _without_plans(monkeypatch):
+    module = "penstock.integrations.transformers._training"
+    monkeypatch.setattr(f"{module}.PlannedShapes", WithoutPlans)
+
+
+@pytest.mark.usefixtures("_without_plans")
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_grad_norm", 0.1), ("gradient_accumulation_steps", 2)]
+)
+def test_arguments_that_planned_steps_hold_may_not_change(tmp_path, name, value):
+    trainer = trainer_of(tmp_path, num_samples=16)
+    trainer.add_callback(ByCallback(lambda: setattr(trainer.args, name, value)))
+    with pytest.raises(ValueError, match=rf"trainer\.args\.{name} is {value} now and was"):
+        plan(trainer).train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.usefixtures("_without_plans")
+def test_gradients_of_another_backward_pass_are_refused(tmp_path):
+    trainer: Any = trainer_of(tmp_path, num_samples=16)
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    trainer.add_callback(
+        ByCallback(lambda: trainer.model(input_ids=tokens, labels=tokens).loss.backward())
+    )
+    with pytest.raises(ValueError, match=r"wte\.weight' has a gradient before the step"):
+        plan(trainer).train()
+    assert trainer.state.global_step == 2
+
+
+class WithoutLength(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+@pytest.mark.usefixtures("_without_plans")
+def test_an_update_over_two_epochs_is_refused(tmp_path):
+    """The trainer adds the gradients of the epoch's third micro-batch to the next epoch's."""
+    trainer: Any = trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=4)
+    trainer.train_dataset = WithoutLength(list(trainer.train_dataset))
+    with pytest.raises(ValueError, match="the epoch ends in the middle of an update"):
+        plan(trainer).train()
+    assert trainer.state.global_step == 1

@@ -39,6 +39,11 @@ _EVENTS = {
 }
 """Methods of callbacks that find no gradients in a planned step, with the values they look for."""
 
+_HELD = ("gradient_accumulation_steps", "max_grad_norm")
+"""Arguments of a trainer that planned steps hold as they were at the capture."""
+
+_WITHOUT_PLAN = "train without a plan (penstock.offload)"
+
 _ONE_PROCESS = (
     "plan_training is for one process. penstock.fit with before_step=lambda: "
     "penstock.executor.average_gradients(model) is for several"
@@ -150,6 +155,7 @@ class PlannedTraining:
         self._loss: TrainerLoss | None = None
         self._micro_batches: list[Batch] = []
         self._is_ordinary = False
+        self._held: dict[str, Any] = {}
         self._replaced = ExitStack()
 
     def report(self) -> TrainingReport | None:
@@ -196,6 +202,7 @@ class PlannedTraining:
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
+        self._check_update(model, num_micro_batches)
         self._micro_batches.append(dict(trainer._prepare_inputs(inputs)))
         if len(self._micro_batches) < num_micro_batches:
             return torch.zeros((), dtype=torch.float32, device=trainer.args.device)
@@ -216,6 +223,33 @@ class PlannedTraining:
             ]
         return torch.stack(losses).sum()
 
+    def _check_update(self, model: nn.Module, num_micro_batches: int) -> None:
+        """Refuse an update that the trainer makes otherwise than the planned step would."""
+        trainer = self._trainer
+        for name, before in self._held.items():
+            now = getattr(trainer.args, name)
+            if now != before:
+                raise ValueError(
+                    f"trainer.args.{name} is {now!r} now and was {before!r} when the steps were "
+                    f"planned, which hold it: put it back, or {_WITHOUT_PLAN}"
+                )
+        num_so_far = len(self._micro_batches)
+        is_last = num_so_far + 1 >= num_micro_batches
+        if is_last != trainer.accelerator.sync_gradients:
+            raise ValueError(
+                "the epoch ends in the middle of an update: the trainer, which does not know the "
+                "length of its data set, adds the gradients of the last micro-batches to the next "
+                "epoch's first update. Give the data set a length (__len__), or as many samples "
+                f"as full updates take, or {_WITHOUT_PLAN}"
+            )
+        for name, parameter in model.named_parameters() if not num_so_far else ():
+            if parameter.grad is not None and parameter.requires_grad:
+                raise ValueError(
+                    f"{name!r} has a gradient before the step, of a backward pass outside of it: "
+                    "the trainer would add to it, and planned steps begin without gradients. Call "
+                    f"model.zero_grad() after that pass, or {_WITHOUT_PLAN}"
+                )
+
     def _start(
         self, model: nn.Module, update: Update, num_items: torch.Tensor | int | None
     ) -> None:
@@ -225,6 +259,7 @@ class PlannedTraining:
             raise ValueError(
                 f"the trainer's model is wrapped as a {type(model).__name__}: {_ONE_PROCESS}"
             )
+        self._held = {name: getattr(trainer.args, name) for name in _HELD}
         self._loss = TrainerLoss(trainer, model, is_scaled=_is_scaled(trainer, num_items))
         self._shapes = PlannedShapes(
             trainer, self._loss, self._options, self._lengths, first=(update, num_items)
@@ -241,7 +276,7 @@ def _refuse_unplanned(trainer: Any) -> None:
             raise ValueError(
                 f"{type(trainer).__name__}.{name} is not Trainer's own, and planned steps would "
                 "not call it: put its work into compute_loss, into the model or into the "
-                "optimizer, or train without a plan (penstock.offload)"
+                f"optimizer, or {_WITHOUT_PLAN}"
             )
     events = dict(_EVENTS)
     if trainer.args.gradient_accumulation_steps > 1:
@@ -253,7 +288,7 @@ def _refuse_unplanned(trainer: Any) -> None:
                 raise ValueError(
                     f"{type(callback).__name__}.{name} may look at {meaning}, which a planned step "
                     "does not have, as it is one with its update: remove the callback, use "
-                    "on_step_end, or train without a plan (penstock.offload)"
+                    f"on_step_end, or {_WITHOUT_PLAN}"
                 )
     accelerator = trainer.accelerator
     if accelerator.num_processes > 1:
