@@ -139,6 +139,17 @@ def test_planned_steps_draw_new_masks(saving):
     assert len(set(found)) == 4
 
 
+def test_planned_steps_are_fused_as_eager_ones_are():
+    """Otherwise their last bits differ: the product of the base would be added afterwards."""
+    model = _two_layers()
+    stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(16, 8)
+    graph = penstock.capture(model, stepper, batch, loss=lambda y, _: y.square().mean())
+    targets = [each.target for each in graph.operators]
+    assert sum("lora_forward" in target for target in targets) == 2
+    assert not any("addmm" in target for target in targets)
+
+
 @needs_gloo
 def test_two_ranks(tmp_path):
     ranks = spawn(train_with_names, 2, tmp_path)

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.compat.autograd import is_transformed
 from penstock.compat.dispatch import current_modes
+from penstock.compat.fake_tensors import FakeTensor
 from penstock.lora._adapters import Adapter, AdapterRows
 from penstock.lora._linear import add, linear
 from penstock.lora._products import is_autocasting
@@ -39,7 +40,8 @@ from penstock.lora._settings import (
 logger = logging.getLogger(__name__)
 
 _SETTINGS = ("_active_adapter", "_disable_adapters")
-_PLAIN = (nn.Parameter, Tensor)
+# Plain weights are fake tensors in a captured step; those of subclasses keep their class there.
+_PLAIN = (nn.Parameter, Tensor, FakeTensor)
 _PARTS = ("lora_A", "lora_B", "lora_dropout")
 _PART_TYPES = ((nn.Linear,), (nn.Linear,), (nn.Dropout, nn.Identity))
 _RANK_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that ranks differ in many bits; signed
