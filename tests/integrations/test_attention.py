@@ -8,6 +8,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
+import penstock  # noqa: E402
 from penstock.attention import Layout, blocksparse  # noqa: E402
 from penstock.errors import PenstockError  # noqa: E402
 from penstock.integrations.transformers import _attention, register_attention  # noqa: E402
@@ -169,6 +170,19 @@ def test_arguments_that_are_not_offered_are_refused(
     model = make_model(kind, **settings).train()
     with pytest.raises(PenstockError, match=message):
         logits_of(model, "penstock", input_ids=tokens_of(), use_cache=False, **inputs)
+
+
+@pytest.mark.parametrize("name", ["full", "padded"])
+def test_captured_steps_are_refused(name: str):
+    model = make_model().train()
+    model.set_attn_implementation("penstock")
+    tokens = tokens_of()
+    batch = {"input_ids": tokens, "labels": tokens}
+    if name == "padded":
+        batch["attention_mask"] = torch.ones_like(tokens)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(PenstockError, match="use attn_implementation='sdpa', or train without"):
+        penstock.capture(model, optimizer, batch)
 
 
 def test_masks_that_are_not_known_are_refused():

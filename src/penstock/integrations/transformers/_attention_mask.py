@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock._lazy import cached_property
 from penstock.attention import Layout
 from penstock.compat.dynamo import run_uncompiled
+from penstock.compat.fake_tensors import FakeTensor
 from penstock.errors import PenstockError
 
 MaskFunction = Callable[..., Any]
@@ -111,6 +112,7 @@ class KeyRanges:
     def __init__(
         self, first_key: Tensor, end_key: Tensor, num_keys: int, shown: Tensor | None
     ) -> None:
+        _refuse_fake(first_key)
         self.first_key, self.end_key = first_key, end_key
         self.num_keys = num_keys
         self.shown = shown
@@ -176,12 +178,15 @@ def make_key_ranges(
     """Return the mask of a call, as Transformers' mask interface asks for it.
 
     Raises:
-        PenstockError: The mask leaves a query no range of keys, or is not one of Transformers' own.
+        PenstockError: The mask leaves a query no range of keys, or is not one of Transformers' own;
+            or a step is being captured.
     """
     if isinstance(attention_mask, KeyRanges):  # made before the call, with a static cache
         return attention_mask
     rule = MaskRule(is_causal=True) if mask_function is None else read_rule(mask_function)
-    query = int(q_offset) - int(kv_offset) + torch.arange(q_length, device=device)[None]
+    query = torch.arange(q_length, device=device)[None]
+    _refuse_fake(query)
+    query = int(q_offset) - int(kv_offset) + query
     first = torch.zeros_like(query) if rule.before is None else query - rule.before
     end = torch.full_like(query, kv_length) if rule.after is None else query + rule.after + 1
     end = torch.minimum(end, query + 1) if rule.is_causal else end
@@ -198,6 +203,15 @@ def make_key_ranges(
         first, end = torch.maximum(first, least), torch.minimum(end, most)
         shown = None if torch.equal(shown.sum(1, keepdim=True), most - least) else shown
     return KeyRanges(first.clamp(min=0), end.clamp(max=kv_length), kv_length, shown)
+
+
+def _refuse_fake(bounds: Tensor) -> None:
+    if isinstance(bounds, FakeTensor):
+        raise PenstockError(
+            "attn_implementation='penstock' makes a layout of the numbers of a mask, which a "
+            "captured step (penstock.capture, penstock.fit, plan_training) does not have; use "
+            "attn_implementation='sdpa', or train without a plan (penstock.offload)"
+        )
 
 
 def _document_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
