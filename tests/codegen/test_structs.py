@@ -72,6 +72,12 @@ def test_what_is_not_contiguous_is_refused(what):
         to_struct(Request(2, what, 0.5, False, None))
 
 
+@pytest.mark.parametrize("turn", [torch.conj, torch._neg_view])
+def test_what_is_conjugated_or_negated_lazily_is_refused(turn):
+    with pytest.raises(ValueError, match="sizes must have its numbers in memory"):
+        to_struct(Request(2, turn(torch.zeros(4, dtype=torch.complex64)), 0.5, False, None))
+
+
 def test_the_struct_of_a_dataclass_is_made_once():
     assert struct_type(Request) is struct_type(Request)
     assert [name for name, *_ in struct_type(Request)._fields_] == [

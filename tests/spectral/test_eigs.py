@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import NoConvergenceError
-from penstock.spectral import CSR, SymmetricOperator, eigs
+from penstock.spectral import CSR, SymmetricOperator, eigs, svds
 from penstock.unified import unify
 from spectral_cases import dense, grid_laplacian, grid_spectrum, residuals, with_spectrum
 
@@ -49,6 +50,35 @@ def test_more_eigenvalues_than_the_rank(which: str, is_sparse: bool):
     pairs = eigs(matrix.to_sparse_csr() if is_sparse else matrix, 7, which=which)
     expected = wanted(torch.linalg.eigvalsh(matrix), 7, which)
     torch.testing.assert_close(pairs.values, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("which", "k", "num_starts"), [("LM", 7, 0), ("BE", 7, 0), ("BE", 4, 2), ("LM", 100, 0)]
+)
+def test_vectors_of_an_eigenspace_that_both_ends_share(which: str, k: int, num_starts: int):
+    """Each end finds some vectors of the kernel, of 127 dimensions."""
+    factor = torch.randn(130, 3, dtype=torch.complex128)
+    matrix = factor @ factor.mH
+    start = torch.randn(130, num_starts, dtype=torch.complex128) if num_starts else None
+    pairs = eigs(matrix, k, which=which, start=start)
+    expected = wanted(torch.linalg.eigvalsh(matrix), k, which)
+    torch.testing.assert_close(pairs.values, expected, rtol=0, atol=1e-11)
+    overlaps = pairs.vectors.mH @ pairs.vectors
+    torch.testing.assert_close(overlaps, torch.eye(k, dtype=torch.complex128), rtol=0, atol=1e-11)
+    assert float(residuals(matrix, pairs).max()) < 1e-10
+
+
+@pytest.mark.parametrize("which", ["LM", "BE"])
+def test_products_for_both_ends_are_counted_once(which: str):
+    matrix, num_products = with_spectrum(torch.linspace(-1, 1, 200, dtype=torch.float64)), 0
+
+    def multiply(v):
+        nonlocal num_products
+        num_products += 1
+        return matrix @ v
+
+    pairs = eigs(SymmetricOperator(multiply, 200, dtype=torch.float64), 4, which=which, tol=1e-4)
+    assert pairs.report.num_products == num_products
 
 
 def test_values_around_zero_of_a_small_indefinite_matrix():
@@ -289,6 +319,26 @@ def test_wide_indices_and_coo():
         assert source.layout != torch.strided
         found = eigs(source, 2, which="SA").values
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("turn", [torch.conj, torch._neg_view])
+def test_values_that_are_conjugated_or_negated_lazily(turn):
+    """Their memory has other numbers than they."""
+    hermitian = with_spectrum(torch.linspace(-1, 2, 140).double(), dtype=torch.complex128)
+    rows = hermitian.to_sparse_csr()
+    lists = (rows.crow_indices(), rows.col_indices(), turn(rows.values().clone()))
+    matrix = turn(hermitian).resolve_conj().resolve_neg()
+    assert float(residuals(matrix, eigs(CSR(*lists, (140, 140)), 2)).max()) < 1e-13
+    u, s, vh = svds(CSR(*lists, (140, 140)), 2)
+    torch.testing.assert_close(matrix @ vh.mH, u * s, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_of_any_byte_order_that_may_not_be_written():
+    matrix = np.diag(np.arange(150.0))
+    matrix.setflags(write=False)
+    for array in (matrix, matrix.astype(">f8")):
+        assert eigs(array, np.int64(2)).values.round().tolist() == [148.0, 149.0]
 
 
 def test_without_a_compiler_the_values_are_the_same(monkeypatch):

@@ -100,6 +100,10 @@ def test_asymmetric_operators_are_refused():
         ({"k": 400}, ValueError, "k=400: an operator of 400 rows"),
         ({"k": 2.0}, TypeError, "k=2.0"),
         ({"k": True}, TypeError, "k=True"),
+        ({"k": 3, "tol": "1e-3"}, TypeError, "tol='1e-3'"),
+        ({"k": 3, "seed": 0.5}, TypeError, "seed=0.5"),
+        ({"k": 3, "max_restarts": 1.5}, ValueError, "max_restarts=1.5"),
+        ({"k": 3, "start": np.ones(400)}, TypeError, "start: got ndarray"),
         ({"k": 3, "which": "LR"}, ValueError, "which='LR': expected one of LA, SA, LM, SM, BE"),
         ({"k": 3, "tol": -1}, ValueError, "tol=-1"),
         ({"k": 3, "max_restarts": 0}, ValueError, "max_restarts=0"),
@@ -125,6 +129,9 @@ def test_arguments_out_of_range(arguments, kind, message):
         (torch.ones(200, 200, dtype=torch.float16), TypeError, "dtype is torch.float16"),
         ("nowhere.npy", Exception, "nowhere.npy"),
         (object(), TypeError, "operator: got object"),
+        (torch.ones(1, 1), ValueError, "of at least two rows"),
+        (np.ma.masked_array(np.eye(3), np.eye(3) > 0), TypeError, "masked array"),
+        (np.eye(3, dtype=np.longdouble), TypeError, "NumPy's longdouble|NumPy's float128"),
         (
             SymmetricOperator(lambda v: v[:-1], 200),
             ValueError,
@@ -147,8 +154,9 @@ def test_malformed_rows_are_refused():
         ((good.offsets, columns, good.values), "columns must lie from 0 to 399"),
         ((good.offsets, good.columns, good.values[:-1]), "there must be as many"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            eigs(CSR(*lists, (400, 400)), 2)
+        for solve in (eigs, svds):
+            with pytest.raises(ValueError, match=message):
+                solve(CSR(*lists, (400, 400)), 2)
 
 
 def test_bad_tables():
@@ -160,3 +168,13 @@ def test_bad_tables():
         pca(torch.eye(20).to_sparse_csr(), 1)
     with pytest.raises(ValueError, match="k=8: a matrix of shape"):
         svds(np.ones((30, 8)), 8)
+    with pytest.raises(ValueError, match="at least two rows and columns"):
+        svds(np.ones((1, 8)), 1)
+    with pytest.raises(TypeError, match="CSR of files"):
+        svds(CSR(torch.tensor([0, 1, 2]), "columns.npy", "values.npy", (2, 4)), 1)
+    with pytest.raises(ValueError, match="has 1 rows"):
+        pca(torch.randn(1, 8), 1)
+    with pytest.raises(TypeError, match="k=True"):
+        pca(torch.randn(30, 8), True)
+    with pytest.raises(ValueError, match="tol=-3"):
+        pca(torch.randn(30, 8), 2, tol=-3)

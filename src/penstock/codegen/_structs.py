@@ -68,7 +68,7 @@ def to_struct(arguments: DataclassInstance) -> ctypes.Structure:
         The struct. It keeps `arguments`, and so the arrays, alive.
 
     Raises:
-        ValueError: An array or a tensor is not contiguous.
+        ValueError: An array or a tensor is not contiguous, or is conjugated or negated lazily.
     """
     kind = struct_type(type(arguments))
     struct = kind(*[_value(field[0], getattr(arguments, field[0])) for field in kind._fields_])
@@ -83,4 +83,6 @@ def _value(name: str, value: Any) -> float | None:
     is_array = isinstance(value, np.ndarray)
     if not (value.flags.c_contiguous if is_array else value.is_contiguous()):
         raise ValueError(f"{name} must be contiguous, as C++ reads it")
+    if not is_array and (value.is_conj() or value.is_neg()):
+        raise ValueError(f"{name} must have its numbers in memory: resolve_conj(), resolve_neg()")
     return value.ctypes.data if is_array else value.data_ptr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -15,9 +16,11 @@ from penstock.errors import NoConvergenceError, RankError
 from penstock.memory import ExtentFile, FileStore, Ledger
 from penstock.spectral._basis import gram
 from penstock.spectral._dense import is_dense_better, solve_by_lanczos, solve_dense
+from penstock.spectral._ends import solve_ends
 from penstock.spectral._filter import check_finite
 from penstock.spectral._lobpcg import prefers_lobpcg, solve_generalized
 from penstock.spectral._operator import (
+    CallableOperator,
     LinearOperator,
     ScaledOperator,
     choose_scale,
@@ -25,7 +28,7 @@ from penstock.spectral._operator import (
 )
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
 from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
-from penstock.spectral._report import Eigenpairs, add_reports
+from penstock.spectral._report import Eigenpairs
 from penstock.spectral._sources import Surroundings, as_operator
 from penstock.spectral._tiles import TILE_BLOCK, TiledOperator
 from penstock.units import parse_bytes
@@ -100,20 +103,16 @@ def eigs(
         RankError: Another rank of the group has ended, or does not answer; its `best` has this
             rank's rows of the best iterate.
     """
-    check_arguments(k, which, tol, max_restarts)
-    if which == "BE":
-        options = {
-            "B": B,
-            "M": M,
-            "max_bytes": max_bytes,
-            "store": store,
-            "tol": tol,
-            "start": start,
-        }
-        options |= {"max_restarts": max_restarts, "seed": seed, "group": group}
-        return _solve_both_ends(operator, k, options)
+    k = check_numbers(k, tol, seed)
+    if which not in _WHICH:
+        raise ValueError(f"which={which!r}: expected one of {', '.join(_WHICH)}")
+    if not isinstance(max_restarts, numbers.Integral) or max_restarts < 1:
+        raise ValueError(f"max_restarts={max_restarts}: expected an integer of at least 1")
+    if which == "BE" and k == 1:
+        which = "LA"
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
-    num_vectors = 10 if store is not None else num_basis_vectors(k, min(k, TILE_BLOCK)) + 8
+    most = k - k // 2 if which == "BE" else k  # of one end
+    num_vectors = 10 if store is not None else num_basis_vectors(most, min(most, TILE_BLOCK)) + 8
     around = Surroundings(
         budget_bytes=budget,
         num_reserved=num_vectors,
@@ -152,12 +151,10 @@ def eigs(
             if B is not None or M is not None:
                 pair = _open_pair(B, M, found, around, stack)
                 pairs = solve_generalized(problem, *pair)
-            elif group is None and (found.global_length <= _SMALL or is_dense_better(problem)):
-                pairs = solve_dense(problem)
-            elif prefers_lobpcg(problem):
-                pairs = solve_generalized(problem, None, None)
+            elif which == "BE":
+                pairs = solve_ends(problem, _solve)
             else:
-                pairs = solve_by_lanczos(problem)
+                pairs = _solve(problem)
         values, residuals = pairs.values * problem.unit, pairs.residuals * problem.unit
         return dataclasses.replace(pairs, values=values, residuals=residuals)
 
@@ -197,36 +194,41 @@ def _open_pair(
     return found[0], found[1]
 
 
-def _solve_both_ends(operator: Any, k: int, options: dict[str, Any]) -> Eigenpairs:
-    """Solve for half of the pairs from each end."""
-    if k == 1:
-        return eigs(operator, 1, which="LA", **options)
-    low = eigs(operator, k // 2, which="SA", **options)
-    high = eigs(operator, k - k // 2, which="LA", **options)
-    return Eigenpairs(
-        torch.cat([low.values, high.values]),
-        torch.cat([low.vectors, high.vectors], 1),
-        torch.cat([low.residuals, high.residuals]),
-        add_reports(low.report, high.report),
-    )
+def _solve(problem: StandardProblem) -> Eigenpairs:
+    """Solve a standard problem by the method that suits it."""
+    num_rows, is_alone = problem.operator.global_length, problem.operator.num_ranks == 1
+    if is_alone and (num_rows <= _SMALL or is_dense_better(problem)):
+        return solve_dense(problem)
+    if prefers_lobpcg(problem):
+        return solve_generalized(problem, None, None)
+    return solve_by_lanczos(problem)
 
 
-def check_arguments(k: int, which: str, tol: float, max_restarts: int) -> None:
-    """Raise unless the arguments that do not depend on the operator make sense."""
-    if which not in _WHICH:
-        raise ValueError(f"which={which!r}: expected one of {', '.join(_WHICH)}")
-    if isinstance(k, bool) or not isinstance(k, int):
+def check_numbers(k: int, tol: float, seed: int) -> int:
+    """Raise unless the numbers that all solvers take make sense.
+
+    Returns:
+        `k` as an int.
+    """
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
         raise TypeError(f"k={k!r}: expected an integer of at least 1")
     if k < 1:
         raise ValueError(f"k={k}: expected at least 1")
+    if not isinstance(tol, numbers.Real):
+        raise TypeError(f"tol={tol!r}: expected a relative accuracy from 0 to 1, such as 1e-8")
     if not 0 <= tol < 1:
         raise ValueError(f"tol={tol}: expected a relative accuracy from 0 to 1, such as 1e-8")
-    if max_restarts < 1:
-        raise ValueError(f"max_restarts={max_restarts}: expected at least 1")
+    if not isinstance(seed, numbers.Integral):
+        raise TypeError(f"seed={seed!r}: expected an integer")
+    return int(k)
 
 
 def check_count(k: int, num_rows: int) -> None:
     """Raise unless an operator has more than k eigenvalues."""
+    if num_rows < 2:
+        raise ValueError(
+            f"operator: has {num_rows} rows; some of the eigenvalues are of at least two rows"
+        )
     if k >= num_rows:
         raise ValueError(
             f"k={k}: an operator of {num_rows} rows has {num_rows} eigenvalues, and some of them "
@@ -263,10 +265,19 @@ def check_symmetric(
         word = "Hermitian" if operator.dtype.is_complex else "symmetric"
         raise ValueError(
             f"operator: it is not {word}: for random x and y, <x, A y> and <A x, y> differ by "
-            f"{difference / factor:.3g} of {scale / factor:.3g}; pass (A + A^H) / 2 if that is "
-            "what you mean"
+            f"{difference / factor:.3g} of {scale / factor:.3g}; {_advise(operator)}"
         )
     return factor
+
+
+def _advise(operator: LinearOperator) -> str:
+    """Return what to do about an operator that is not symmetric."""
+    if isinstance(operator, CallableOperator):
+        return (
+            "a function must return the same for the same vector, in the precision of its dtype: "
+            "no dropout, the same batches in each call, no autocast"
+        )
+    return "pass (A + A^H) / 2 if that is what you mean"
 
 
 def _read_start(
@@ -275,6 +286,10 @@ def _read_start(
     """Return the vectors to begin with as rows."""
     if start is None:
         return None
+    if not isinstance(start, Tensor):
+        raise TypeError(
+            f"start: got {type(start).__name__}; expected a tensor, as of torch.from_numpy"
+        )
     vectors = start[:, None] if start.dim() == 1 else start
     if vectors.dim() != 2 or vectors.shape[0] != operator.length:
         raise ValueError(

@@ -7,13 +7,12 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.memory import Ledger
 from penstock.spectral._native import combine_rows
-from penstock.spectral._sources import CSR, check_dtype
+from penstock.spectral._sources import CSR, check_dtype, from_libraries, read_lists
 from penstock.spectral._tiles import DenseSource, TileStream
 from penstock.unified import UnifiedTensor, unify
 
@@ -79,8 +78,8 @@ class SparseMatrix(Matrix):
         self._rows = csr
         # A CSC matrix is the CSR of its transpose.
         turned = matrix.to_sparse_csc()
-        lists = (turned.ccol_indices(), turned.row_indices(), turned.values().conj())
-        self._columns = CSR(*(each.contiguous() for each in lists), shape=(shape[1], shape[0]))
+        lists = (turned.ccol_indices(), turned.row_indices(), turned.values().conj_physical())
+        self._columns = CSR(*lists, shape=(shape[1], shape[0]))
 
     def products(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield A x; see `Matrix`."""
@@ -95,7 +94,7 @@ class SparseMatrix(Matrix):
 def _multiply(csr: CSR, x: Tensor) -> Tensor:
     out = x.new_empty(len(x), csr.shape[0])
     combine_rows(
-        *(csr.offsets, csr.columns, csr.values.resolve_conj(), x.contiguous(), out),
+        *(csr.offsets, csr.columns, csr.values, x.contiguous(), out),
         first_row=0,
         alpha=1.0,
         z=out,
@@ -121,20 +120,17 @@ def open_matrix(
     """
     if isinstance(source, str | os.PathLike):
         source = unify(source, device="cpu", cache=0)
-    if isinstance(source, np.ndarray):
-        source = torch.from_numpy(np.ascontiguousarray(source))
-    if hasattr(source, "tocsr"):  # of SciPy
-        found = source.tocsr()
-        lists = (found.indptr, found.indices, found.data)
-        source = CSR(*(torch.from_numpy(each) for each in lists), shape=found.shape)
+    source = from_libraries(source)
     if isinstance(source, Tensor) and source.layout in (torch.sparse_csr, torch.sparse_coo):
         found = source.detach()
         found = found.coalesce().to_sparse_csr() if found.layout == torch.sparse_coo else found
         lists = (found.crow_indices(), found.col_indices(), found.values())
         source = CSR(*lists, shape=(found.shape[0], found.shape[1]))
     if isinstance(source, CSR):
-        check_dtype(source.values.dtype)
-        return SparseMatrix(source)
+        if any(isinstance(each, str | os.PathLike) for each in (source.columns, source.values)):
+            raise TypeError("matrix: is a CSR of files, which only eigs reads; load its lists")
+        offsets, columns, values = read_lists(source)
+        return SparseMatrix(CSR(offsets, columns, values, source.shape))
     if not isinstance(source, Tensor) or source.layout != torch.strided:
         raise TypeError(f"matrix: got {type(source).__name__}; expected a matrix, as for eigs")
     if source.dim() != 2:

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import CapacityError
 from penstock.memory import FileStore, Ledger, Link, Tier
 from penstock.spectral._basis import wide_dtype
-from penstock.spectral._eigs import eigs
+from penstock.spectral._eigs import check_numbers, eigs
 from penstock.spectral._matrix import RowsMatrix, open_matrix
 from penstock.spectral._native import CovarianceSum, covariance_bytes
 from penstock.spectral._report import SpectralReport
@@ -93,7 +93,7 @@ def pca(
         ValueError: An argument is out of range, or the table is not finite.
         CapacityError: `max_bytes` is not enough.
     """
-    started, ledger = time.perf_counter(), Ledger()
+    started, ledger, k = time.perf_counter(), Ledger(), check_numbers(k, tol, seed)
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
     with contextlib.ExitStack() as stack:
         num_columns = _count_columns(table)
@@ -107,10 +107,12 @@ def pca(
             raise TypeError(
                 "table: is sparse, and centred it is dense; use svds, which centres not"
             )
-        if not 1 <= k <= num_columns or rows.shape[0] < 2:
+        if rows.shape[0] < 2:
+            raise ValueError(f"table: has {rows.shape[0]} rows; a variance is of at least two")
+        if k > num_columns:
             raise ValueError(
-                f"k={k}: a table of shape {rows.shape} has {num_columns} components of at least "
-                "two rows; expected 1 to as many"
+                f"k={k}: a table of shape {rows.shape} has {num_columns} components; expected 1 to "
+                "as many"
             )
         if is_small:
             ledger.add(Tier.DEVICE, gram_bytes)

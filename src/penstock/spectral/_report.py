@@ -70,9 +70,10 @@ class Eigenpairs:
 
 
 def add_reports(first: SpectralReport, second: SpectralReport) -> SpectralReport:
-    """Return the account of two solutions, one after the other."""
+    """Return the account of two solutions, one after the other, of one operator and ledger."""
     largest = {"degree", "num_basis_vectors", "num_resident_vectors", "basis_bytes"}
-    largest |= {"peak_device_bytes"}
+    # The ledger and the operator go on counting from the first one to the second.
+    largest |= {"peak_device_bytes", "num_products", "bytes_read", "bytes_written", "stall_seconds"}
     fields = {}
     for field in dataclasses.fields(first):
         a, b = getattr(first, field.name), getattr(second, field.name)

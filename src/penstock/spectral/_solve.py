@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.errors import CapacityError, NoConvergenceError, RankError, stacklevel_of_user
 from penstock.memory import Tier
 from penstock.spectral._basis import Basis, gram
+from penstock.spectral._ends import solve_ends
 from penstock.spectral._filter import (
     ChebyshevFilter,
     SpectrumEstimate,
@@ -23,7 +24,7 @@ from penstock.spectral._lanczos import RitzPairs, ThickRestartLanczos
 from penstock.spectral._operator import LinearOperator, SquaredOperator, make_random
 from penstock.spectral._problem import BasisPlan, StandardProblem, plan_basis
 from penstock.spectral._refinement import refine_pairs, separate_signs, solve_projected
-from penstock.spectral._report import Eigenpairs, SpectralReport, add_reports, make_report
+from penstock.spectral._report import Eigenpairs, SpectralReport, make_report
 
 _ROUNDING = 4.0  # times the rounding unit and the norm: residuals are not asked to be less
 _MOST_POLISHES = 4
@@ -455,12 +456,6 @@ def solve_standard(problem: StandardProblem) -> Eigenpairs:
         ends = ["LA"]
     elif len(ritz) > k and found.high < -ritz[k - 1] - margin:
         ends = ["SA"]
-    parts = [StandardSolution(dataclasses.replace(problem, which=end)).solve() for end in ends]
-    if len(parts) == 1:
-        return parts[0]
-    values = torch.cat([each.values for each in parts])
-    chosen = values.abs().argsort(descending=True)[:k]
-    chosen = chosen[values[chosen].argsort()]
-    vectors = torch.cat([each.vectors.T for each in parts])[chosen.to(parts[0].vectors.device)]
-    residuals = torch.cat([each.residuals for each in parts])[chosen]
-    return Eigenpairs(values[chosen], vectors.T, residuals, add_reports(*(p.report for p in parts)))
+    if len(ends) == 2:
+        return solve_ends(problem, lambda part: StandardSolution(part).solve())
+    return StandardSolution(dataclasses.replace(problem, which=ends[0])).solve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,12 +132,7 @@ def as_operator(source: Any, around: Surroundings) -> LinearOperator:
         return CallableOperator(source.function, int(source.length), dtype, device)
     if isinstance(source, str | os.PathLike):
         source = unify(source, device="cpu", cache=0)
-    if isinstance(source, np.ndarray):
-        source = torch.from_numpy(np.ascontiguousarray(source))
-    if hasattr(source, "tocsr"):  # of SciPy
-        matrix = source.tocsr()
-        lists = (matrix.indptr, matrix.indices, matrix.data)
-        source = CSR(*(torch.from_numpy(each) for each in lists), shape=matrix.shape)
+    source = from_libraries(source)
     if isinstance(source, CSR):
         return _read_csr(source, around)
     if isinstance(source, Tensor):
@@ -144,6 +140,37 @@ def as_operator(source: Any, around: Surroundings) -> LinearOperator:
     if hasattr(source, "shape") and hasattr(source, "dtype"):
         return _read_object(source)
     raise TypeError(f"operator: got {type(source).__name__}; expected {_ACCEPTED}")
+
+
+def from_libraries(source: Any) -> Any:
+    """Return NumPy's arrays as tensors and SciPy's matrices as `CSR`, all others as they are.
+
+    Raises:
+        TypeError: The array is masked, or its dtype is none of torch's.
+    """
+    if isinstance(source, np.ndarray):
+        return _read_array(source)
+    if hasattr(source, "tocsr"):  # of SciPy
+        matrix = source.tocsr()
+        lists = (matrix.indptr, matrix.indices, matrix.data)
+        return CSR(*map(_read_array, lists), shape=matrix.shape)
+    return source
+
+
+def _read_array(array: np.ndarray) -> Tensor:
+    """Return an array as a tensor, in its memory unless strides or byte order forbid it."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("operator: is a masked array; fill it first, as with array.filled(0)")
+    native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    with warnings.catch_warnings():
+        # Operators are read only, and so may arrays be.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        try:
+            return torch.from_numpy(native)
+        except TypeError as error:
+            raise TypeError(
+                f"operator: dtype is NumPy's {array.dtype}, which torch does not have; convert it"
+            ) from error
 
 
 def _read_matrix(source: Tensor, around: Surroundings) -> LinearOperator:
@@ -167,16 +194,31 @@ def _read_matrix(source: Tensor, around: Surroundings) -> LinearOperator:
 
 def _read_csr(source: CSR, around: Surroundings) -> LinearOperator:
     shape = _check_shape(source.shape, around.num_columns)
+    offsets, columns, values = read_lists(source)
+    if isinstance(columns, FileList) and isinstance(values, FileList):
+        return around.tile(SparseSource(offsets, columns, values, shape[1]))
+    assert isinstance(columns, Tensor) and isinstance(values, Tensor)
+    return SparseOperator(offsets, columns, values)
+
+
+def read_lists(source: CSR) -> tuple[Tensor, Tensor | FileList, Tensor | FileList]:
+    """Return offsets, columns and values of a matrix, of which the last two are of one kind.
+
+    Raises:
+        TypeError: A list is none, or has a dtype that is not supported.
+        ValueError: They do not belong together.
+    """
+    num_rows, num_columns = source.shape
     offsets = _as_list(source.offsets, "offsets", in_memory=True)
     columns = _as_list(source.columns, "columns")
     values = _as_list(source.values, "values")
     assert isinstance(offsets, Tensor)
     count = columns.count if isinstance(columns, FileList) else len(columns)
     num_values = values.count if isinstance(values, FileList) else len(values)
-    if len(offsets) != shape[0] + 1 or int(offsets[0]) or int(offsets[-1]) != count:
+    if len(offsets) != num_rows + 1 or int(offsets[0]) or int(offsets[-1]) != count:
         raise ValueError(
             f"operator: offsets have {len(offsets)} entries from {int(offsets[0])} to "
-            f"{int(offsets[-1])}, but must have {shape[0] + 1} from 0 to {count}"
+            f"{int(offsets[-1])}, but must have {num_rows + 1} from 0 to {count}"
         )
     if num_values != count or bool((offsets.diff() < 0).any()):
         raise ValueError(
@@ -187,12 +229,10 @@ def _read_csr(source: CSR, around: Surroundings) -> LinearOperator:
     if isinstance(columns, FileList) or isinstance(values, FileList):
         if not (isinstance(columns, FileList) and isinstance(values, FileList)):
             raise TypeError("operator: columns and values must both be paths, or both tensors")
-        return around.tile(SparseSource(offsets, columns, values, shape[1]))
-    if count and not 0 <= int(columns.min()) <= int(columns.max()) < shape[1]:
-        raise ValueError(f"operator: columns must lie from 0 to {shape[1] - 1}")
-    if columns.dtype != offsets.dtype:
-        offsets = offsets.to(columns.dtype)
-    return SparseOperator(offsets, columns, values)
+        return offsets, columns, values
+    if count and not 0 <= int(columns.min()) <= int(columns.max()) < num_columns:
+        raise ValueError(f"operator: columns must lie from 0 to {num_columns - 1}")
+    return offsets.to(columns.dtype), columns, values
 
 
 def _as_list(source: Any, name: str, *, in_memory: bool = False) -> Tensor | FileList:
@@ -214,7 +254,8 @@ def _as_list(source: Any, name: str, *, in_memory: bool = False) -> Tensor | Fil
         raise TypeError(
             f"operator: {name} is {found}; expected a tensor of one dimension, or a path"
         )
-    return source.detach().contiguous()
+    # C++ reads the memory, which has other numbers than a tensor that is conjugated lazily.
+    return source.detach().contiguous().resolve_conj().resolve_neg()
 
 
 def _read_object(source: Any) -> LinearOperator:
@@ -234,7 +275,7 @@ def _read_object(source: Any) -> LinearOperator:
         raise TypeError(f"operator: got {type(source).__name__}; expected {_ACCEPTED}")
 
     def multiply(vector: Tensor) -> Tensor:  # of NumPy's arrays
-        return torch.from_numpy(np.ascontiguousarray(source.matvec(vector.numpy())))
+        return _read_array(np.asarray(source.matvec(vector.numpy())))
 
     return CallableOperator(multiply, shape[0], check_dtype(dtype), device)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.memory import FileStore, Ledger
 from penstock.spectral import _native
 from penstock.spectral._basis import wide_dtype
-from penstock.spectral._eigs import eigs
+from penstock.spectral._eigs import check_numbers, eigs
 from penstock.spectral._matrix import Matrix, open_matrix
 from penstock.spectral._operator import LinearOperator, choose_scale, make_random
 from penstock.spectral._report import SpectralReport
@@ -79,11 +79,17 @@ def svds(
         ValueError: An argument is out of range, or the matrix is not finite.
         NoConvergenceError, CapacityError, StoreError: As `eigs`.
     """
+    k = check_numbers(k, tol, seed)
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
     with contextlib.ExitStack() as stack:
         found = open_matrix(matrix, None if budget is None else budget // 2, Ledger(), stack)
         rows, columns = found.shape
-        if not 1 <= k < min(rows, columns):
+        if min(rows, columns) < 2:
+            raise ValueError(
+                f"matrix: has shape {(rows, columns)}; some of the singular values are of at least "
+                "two rows and columns"
+            )
+        if k >= min(rows, columns):
             raise ValueError(
                 f"k={k}: a matrix of shape {(rows, columns)} has {min(rows, columns)} singular "
                 f"values; expected 1 to {min(rows, columns) - 1}"
