@@ -69,3 +69,79 @@ def test_parameters_that_a_loss_does_not_reach():
     torch.testing.assert_close(pairs.values, torch.ones(2).double(), rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="none of them requires a gradient"):
         hessian(lambda: torch.zeros(()), [torch.ones(3)])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda w: hessian(lambda: w @ w, w), TypeError, "parameters: got Tensor"),
+        (lambda w: hessian(lambda: w @ w, {"w": w}.items()), TypeError, "without their names"),
+        (lambda w: hessian(lambda: w @ w, [w, w]), ValueError, "given twice"),
+        (lambda w: fisher(lambda: w * w, [w, w]), ValueError, "given twice"),
+        (lambda w: hessian(lambda: w @ w, [w], num_batches=-1), ValueError, "num_batches=-1"),
+        (lambda w: fisher(lambda: w * w, [w], num_batches=1.5), TypeError, "num_batches=1.5"),
+        (lambda w: hessian(w @ w, [w]), TypeError, "loss: got Tensor"),
+    ],
+)
+def test_arguments_of_a_curvature_are_named(make, error, text):
+    with pytest.raises(error, match=text):
+        make(torch.ones(3, requires_grad=True))
+
+
+def bag(weight):
+    return torch.nn.functional.embedding_bag(torch.tensor([[0, 1]]), weight)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "text"),
+    [
+        (lambda w: (w @ w, w @ w), TypeError, "returned a tuple"),  # of which torch takes the sum
+        (lambda w: w * w, ValueError, r"shape \(3,\)"),
+        (lambda w: (w @ w).item(), TypeError, "returned a float"),
+        (lambda w: (w @ w).detach(), ValueError, "without a graph"),
+        (lambda w: torch.ones(3, requires_grad=True).sum(), ValueError, "does not depend"),
+        (
+            lambda w: bag(w.reshape(3, 1)).square().sum(),
+            NotImplementedError,
+            "no second derivative",
+        ),
+    ],
+)
+def test_losses_without_a_hessian_are_refused(loss, error, text):
+    w = torch.ones(3, requires_grad=True)
+    with pytest.raises(error, match=text):
+        eigs(hessian(lambda: loss(w), [w]), 1)
+
+
+@pytest.mark.parametrize(
+    ("losses", "error", "text"),
+    [
+        (lambda w: (w * w).reshape(3, 1), ValueError, r"shape \(3, 1\)"),  # of tokens, not examples
+        (lambda w: w @ w, ValueError, r"shape \(\)"),
+        (lambda w: list(w), TypeError, "returned a list"),
+        (lambda w: (w * w)[:0], ValueError, "no losses"),
+        (lambda w: torch.ones(3, requires_grad=True) * 2, ValueError, "does not depend"),
+    ],
+)
+def test_losses_without_a_fisher_matrix_are_refused(losses, error, text):
+    w = torch.ones(3, requires_grad=True)
+    with pytest.raises(error, match=text):
+        eigs(fisher(lambda: losses(w), [w]), 1)
+
+
+def test_gradients_of_sparse_embeddings():
+    weight = torch.ones(3, 1, requires_grad=True)
+    places = torch.tensor([1, 2, 2])
+
+    def loss():
+        return torch.nn.functional.embedding(places, weight, sparse=True).square().sum()
+
+    assert eigs(hessian(loss, [weight]), 2).values.tolist() == [2.0, 4.0]
+    pairs = eigs(fisher(lambda: loss().reshape(1), [weight]), 1)
+    torch.testing.assert_close(pairs.values, torch.tensor([20.0], dtype=torch.float64))
+
+
+def test_a_random_loss_is_told_from_a_matrix_that_is_not_symmetric():
+    w = torch.ones(200, requires_grad=True)
+    with pytest.raises(ValueError, match="no dropout"):
+        eigs(hessian(lambda: torch.nn.functional.dropout(w.square()).square().sum(), [w]), 1)
