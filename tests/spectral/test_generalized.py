@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import CapacityError, NoConvergenceError
-from penstock.spectral import SymmetricOperator, eigs
+from penstock.spectral import SymmetricOperator, eigs, pca, svds
 from spectral_cases import dense, from_entries, grid_laplacian, residuals, with_spectrum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,3 +119,54 @@ def test_giving_up_keeps_the_best_iterate():
     error = caught.value
     assert error.vectors.shape == (1600, 3) and bool(torch.isfinite(error.residuals).all())
     assert float(error.residuals.max()) < 1.0
+
+
+@pytest.mark.parametrize("which", ["LA", "SA"])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_a_tolerance_is_kept_whatever_the_scale_of_the_mass(which: str, scale: float):
+    """Vectors of B-norm one are long where B is small, and so are their residuals."""
+    a = with_spectrum(torch.linspace(-2, 1, 160, dtype=torch.float64) ** 3)
+    mass = scale * torch.logspace(0, -6, 160, dtype=torch.float64)
+    pairs = eigs(a, 3, which=which, B=mass.diag(), tol=1e-6)
+    root = mass.rsqrt()
+    spectrum = torch.linalg.eigvalsh(root[:, None] * a * root)
+    expected = spectrum[-3:] if which == "LA" else spectrum[:3]
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_rows", [100, 160])
+def test_matrices_that_are_no_mass_are_refused(num_rows: int):
+    a = with_spectrum(torch.linspace(-1, 1, num_rows, dtype=torch.float64))
+    ones = torch.ones(num_rows, num_rows, dtype=torch.float64)
+    kernel = torch.ones(num_rows, dtype=torch.float64)
+    kernel[num_rows // 2 :] = 0
+    for mass, text in (
+        (ones.triu(), "B: it is not symmetric"),
+        (ones * torch.nan, "B: a product holds NaN"),
+        (ones * 0, "B: is zero"),
+        (kernel.diag(), "B: is not positive definite"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            eigs(a, 3, B=mass)
+    with pytest.raises(ValueError, match="M: it is not symmetric"):
+        eigs(a, 3, M=ones.triu())
+    if num_rows == 100:
+        with pytest.raises(CapacityError, match="give at least 320000"):
+            eigs(a, 3, M=torch.eye(num_rows, dtype=torch.float64), max_bytes=1000)
+
+
+def test_few_rows_keep_to_a_budget():
+    a = with_spectrum(torch.linspace(-1, 1, 100, dtype=torch.float64))
+    pairs = eigs(a, 3, max_bytes=40_000)
+    assert pairs.report.method == "lanczos" and pairs.report.peak_device_bytes <= 40_000
+    torch.testing.assert_close(pairs.values, torch.linspace(-1, 1, 100).double()[-3:])
+
+
+@pytest.mark.parametrize("num_columns", [40, 5000])
+def test_tables_in_a_lower_precision_of_products(num_columns: int):
+    table = torch.randn(60, num_columns)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        s, variances = svds(table, 2).s, pca(table, 2).variances
+    torch.testing.assert_close(s, torch.linalg.svdvals(table.double())[:2], rtol=1e-5, atol=0)
+    centred = torch.linalg.svdvals((table - table.mean(0)).double())[:2]
+    torch.testing.assert_close(variances, centred**2 / 59, rtol=1e-5, atol=0)

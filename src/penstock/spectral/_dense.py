@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.errors import NoConvergenceError
+from penstock.errors import CapacityError, NoConvergenceError
 from penstock.memory import Tier
 from penstock.spectral._basis import gram, wide_dtype
 from penstock.spectral._operator import LinearOperator
@@ -18,19 +18,31 @@ from penstock.spectral._problem import StandardProblem, num_basis_vectors
 from penstock.spectral._refinement import average_residual
 from penstock.spectral._report import Eigenpairs, make_report
 from penstock.spectral._solve import solve_standard
+from penstock.units import format_bytes
 
+_FEW_ROWS = 128  # of a matrix whose eigenvalues are all computed for any of them
 _MOST_ROWS = 1024  # of a matrix whose eigenvalues are all computed for those around zero
 _MOST_ROWS_AFTER = 2048  # of one for which that is done where Lanczos is slow
 
 
 def is_dense_better(problem: StandardProblem) -> bool:
-    """Return whether eigenvalues around zero are found sooner among all of them.
+    """Return whether eigenvalues are found sooner among all of them, if the budget holds these.
 
-    They may lie inside of the spectrum, where a Krylov space finds them slowly.
+    Those around zero may lie inside of the spectrum, where a Krylov space finds them slowly.
     """
     num_rows = problem.operator.length
-    is_small = problem.which == "SM" and num_rows <= _MOST_ROWS
+    is_small = num_rows <= (_MOST_ROWS if problem.which == "SM" else _FEW_ROWS)
     return is_small and (problem.max_bytes is None or _dense_bytes(problem) <= problem.max_bytes)
+
+
+def check_dense(problem: StandardProblem) -> None:
+    """Raise CapacityError unless the budget holds the dense matrix of a problem of few rows."""
+    needed = _dense_bytes(problem)
+    if problem.max_bytes is not None and needed > problem.max_bytes:
+        raise CapacityError(
+            f"max_bytes={problem.max_bytes}: all eigenvalues of a dense matrix of "
+            f"{problem.operator.length} rows take {format_bytes(needed)}; give at least {needed}"
+        )
 
 
 def solve_or_densify(
@@ -65,6 +77,8 @@ def solve_or_densify(
             raise
         try:
             return solve_dense(problem, b)
+        except ValueError:  # B has no factor
+            raise
         except Exception as failure:
             raise error from failure  # which has the best iterate
 

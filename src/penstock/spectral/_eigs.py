@@ -35,7 +35,6 @@ from penstock.units import parse_bytes
 
 Which = Literal["LA", "SA", "LM", "SM", "BE"]
 _WHICH = ("LA", "SA", "LM", "SM", "BE")
-_SMALL = 128  # rows of a matrix that is solved densely
 _MOST_RESTARTS = 3000
 
 
@@ -80,9 +79,9 @@ def eigs(
             holds do not count, nor do the vectors that are returned. None: all it takes.
         store: Directory or `FileStore` for what of the basis is beyond `max_bytes`; without one it
             goes to host memory, if the device is a GPU.
-        tol: Residuals at most `tol` times the eigenvalue's magnitude; 0: as good as the dtype's
-            rounding of the operator's norm. Where rounding keeps residuals above four times that,
-            a warning says so.
+        tol: Residuals at most `tol` times the eigenvalue's magnitude, with B= times the norm of
+            w B v; 0: as good as the dtype's rounding of the operator's norm. Where rounding keeps
+            residuals above four times that, a warning says so.
         start: Vectors to begin with, (n,) or (n, b), such as those of a similar operator.
         max_restarts: Restarts of the basis before it gives up. Of at most 2,048 rows all
             eigenvalues are computed before that, where the budget holds the dense matrix.
@@ -149,7 +148,7 @@ def eigs(
         )
         with _scale_back(problem.unit):
             if B is not None or M is not None:
-                pair = _open_pair(B, M, found, around, stack)
+                pair = _open_pair(B, M, found, around, stack, generator)
                 pairs = solve_generalized(problem, *pair)
             elif which == "BE":
                 pairs = solve_ends(problem, _solve)
@@ -174,7 +173,12 @@ def _scale_back(unit: float) -> Iterator[None]:
 
 
 def _open_pair(
-    b: Any, m: Any, operator: LinearOperator, around: Surroundings, stack: contextlib.ExitStack
+    b: Any,
+    m: Any,
+    operator: LinearOperator,
+    around: Surroundings,
+    stack: contextlib.ExitStack,
+    generator: torch.Generator,
 ) -> tuple[LinearOperator | None, LinearOperator | None]:
     """Return B and M as operators of the same vectors as A."""
     if isinstance(operator, RowsOfRanks):
@@ -190,14 +194,14 @@ def _open_pair(
                     f"{name}: has {each.length} rows of {each.dtype} on {each.device}, but the "
                     f"operator has {operator.length} of {operator.dtype} on {operator.device}"
                 )
+            check_symmetric(each, generator, reduce_over(None), name)
         found.append(each)
     return found[0], found[1]
 
 
 def _solve(problem: StandardProblem) -> Eigenpairs:
     """Solve a standard problem by the method that suits it."""
-    num_rows, is_alone = problem.operator.global_length, problem.operator.num_ranks == 1
-    if is_alone and (num_rows <= _SMALL or is_dense_better(problem)):
+    if problem.operator.num_ranks == 1 and is_dense_better(problem):
         return solve_dense(problem)
     if prefers_lobpcg(problem):
         return solve_generalized(problem, None, None)
@@ -237,7 +241,10 @@ def check_count(k: int, num_rows: int) -> None:
 
 
 def check_symmetric(
-    operator: LinearOperator, generator: torch.Generator, reduce: Callable[[Tensor], Tensor]
+    operator: LinearOperator,
+    generator: torch.Generator,
+    reduce: Callable[[Tensor], Tensor],
+    name: str = "operator",
 ) -> float:
     """Raise unless <A x, y> = <x, A y> for random x and y, up to rounding.
 
@@ -254,7 +261,9 @@ def check_symmetric(
     try:
         check_finite(size)
     except FloatingPointError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(str(error).replace("operator", name, 1)) from None
+    if name == "B" and size == 0:
+        raise ValueError("B: is zero, and must be positive definite")
     factor = choose_scale(size / of_x, operator.dtype)
     product *= factor
     g = reduce(torch.stack([gram(x, product), gram(product, product), gram(x, x)]))
@@ -264,7 +273,7 @@ def check_symmetric(
     if difference > unit ** (2 / 3) * max(scale, 1e-300):
         word = "Hermitian" if operator.dtype.is_complex else "symmetric"
         raise ValueError(
-            f"operator: it is not {word}: for random x and y, <x, A y> and <A x, y> differ by "
+            f"{name}: it is not {word}: for random x and y, <x, A y> and <A x, y> differ by "
             f"{difference / factor:.3g} of {scale / factor:.3g}; {_advise(operator)}"
         )
     return factor

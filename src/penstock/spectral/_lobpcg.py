@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.errors import CapacityError, NoConvergenceError
 from penstock.memory import Tier
 from penstock.spectral._basis import gram, wide_dtype
-from penstock.spectral._dense import solve_dense, solve_or_densify
+from penstock.spectral._dense import check_dense, solve_dense, solve_or_densify
 from penstock.spectral._filter import check_finite
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
@@ -29,6 +29,7 @@ _ROUNDING = 8.0  # times the rounding unit and the norms: residuals are not aske
 _MOST_REFINEMENTS = 2  # by which residuals become those of the rounding of a product
 _MORE = 48  # steps after convergence, at most, until residuals are of one rounding unit
 _SMALL = 128  # rows of a problem that is solved densely
+_SINGULAR = 0.1  # reciprocal condition of B in rounding units: below, B may have a kernel
 _NEARLY = 0.9  # of the largest eigenvalue of a Gram matrix: then another turn adds nothing
 _REFRESH = 20  # iterations after which products are computed anew
 _ITERATIONS_PER_RESTART = 20
@@ -63,6 +64,7 @@ def solve_generalized(
             "generalised problem are not supported"
         )
     if problem.operator.length <= _SMALL:
+        check_dense(problem)
         return solve_dense(problem, b)
     needed = _needed_bytes(problem, has_b=b is not None)
     if problem.max_bytes is not None and needed > problem.max_bytes:
@@ -121,7 +123,8 @@ class BlockConjugateGradients:
         x, ax, bx, values = self._refresh(self._first_block())
         empty = x[:0]
         p, ap, bp = empty, empty, empty
-        best = (values, x.clone(), torch.full_like(values, torch.inf))
+        norms = torch.full_like(values, torch.inf)
+        best, least = (values, x.clone(), norms, norms), math.inf
         num_more, has_converged = _MORE if problem.tol == 0 else 0, False
         for self._num_steps in range(1, _ITERATIONS_PER_RESTART * problem.max_restarts + 1):
             if self._num_steps % _REFRESH == 0:
@@ -131,10 +134,12 @@ class BlockConjugateGradients:
             norms = _norms(residual)
             check_finite(float(norms.sum()))
             wanted = slice(0, problem.k)
-            if float(norms[wanted].max()) <= float(best[2][wanted].max()):
-                best = (values.clone(), x.clone(), norms)
-            allowed = self._tolerances(values, x)
+            allowed = self._tolerances(values, x, bx)
             good = norms <= allowed
+            # As shares of what is allowed: vectors of B-norm one may become longer and longer.
+            excess = float((norms / allowed.clamp(min=1e-300))[wanted].max())
+            if excess <= least:
+                best, least = (values.clone(), x.clone(), norms, allowed), excess
             if bool(good[wanted].all()):
                 # A few steps more for residuals of one rounding unit, where all digits are wanted.
                 better = norms <= allowed / _ROUNDING
@@ -251,16 +256,20 @@ class BlockConjugateGradients:
             return self._precondition.apply(residual, torch.empty_like(residual))
         return residual if self._diagonal is None else residual * self._diagonal
 
-    def _tolerances(self, values: Tensor, x: Tensor) -> Tensor:
-        """Return how large residuals may be, in terms of the vectors' norms."""
+    def _tolerances(self, values: Tensor, x: Tensor, bx: Tensor) -> Tensor:
+        """Return how large residuals A x - w B x may be: in terms of w B x, and of rounding."""
         unit = torch.finfo(self.a.dtype).eps
-        floor = _ROUNDING * unit * (self._norm_a + values.abs() * self._norm_b)
-        return torch.maximum(self.problem.tol * values.abs(), floor) * _norms(x)
+        floor = _ROUNDING * unit * (self._norm_a + values.abs() * self._norm_b) * _norms(x)
+        return torch.maximum(self.problem.tol * values.abs() * _norms(bx), floor)
 
     def _finish(self, x: Tensor) -> Eigenpairs:
         """Return the pairs with products that are computed anew."""
-        k = self.problem.k
+        k, unit = self.problem.k, torch.finfo(x.dtype).eps
         x, _, _, values = self._refresh(x)
+        if self.b is not None and float(_norms(x[:k]).max()) ** 2 * self._norm_b * unit > _SINGULAR:
+            raise ValueError(
+                "B: is not positive definite, up to rounding; swap A and B, or add to its diagonal"
+            )
         residuals = _norms(self._average_residual(x, values))
         is_refined = self.problem.tol == 0 and self.problem.max_bytes is None
         for _ in range(_MOST_REFINEMENTS if is_refined else 0):
@@ -309,10 +318,10 @@ class BlockConjugateGradients:
         order = values.argsort()
         return values[order], x[order.to(x.device)].T, residuals.cpu()[order]
 
-    def _give_up(self, best: tuple[Tensor, Tensor, Tensor]) -> NoConvergenceError:
+    def _give_up(self, best: tuple[Tensor, Tensor, Tensor, Tensor]) -> NoConvergenceError:
         k = self.problem.k
-        values, vectors, residuals = self._order(*(each[:k] for each in best))
-        good = best[2][:k] <= self._tolerances(best[0], best[1])[:k]
+        values, vectors, residuals = self._order(*(each[:k] for each in best[:3]))
+        good = best[2][:k] <= best[3][:k]
         return NoConvergenceError(
             f"eigs: {int(good.sum())} of {k} eigenpairs converged after {self._num_steps} "
             "iterations of LOBPCG; the error has the best iterate: values, vectors and residuals. "

@@ -103,6 +103,8 @@ def pca(
         is_small = num_columns <= _MOST_COLUMNS and (budget is None or 2 * gram_bytes <= budget)
         room = None if budget is None else budget - gram_bytes if is_small else budget // 2
         rows = open_matrix(table, room, ledger, stack, is_read_once=is_small)
+        # Products in a lower precision would be of another matrix.
+        stack.enter_context(torch.autocast(rows.device.type, enabled=False))
         if not isinstance(rows, RowsMatrix):
             raise TypeError(
                 "table: is sparse, and centred it is dense; use svds, which centres not"

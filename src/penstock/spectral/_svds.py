@@ -83,6 +83,8 @@ def svds(
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
     with contextlib.ExitStack() as stack:
         found = open_matrix(matrix, None if budget is None else budget // 2, Ledger(), stack)
+        # Products in a lower precision would be of another matrix.
+        stack.enter_context(torch.autocast(found.device.type, enabled=False))
         rows, columns = found.shape
         if min(rows, columns) < 2:
             raise ValueError(
