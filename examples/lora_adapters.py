@@ -241,6 +241,8 @@ def train_together(base, texts, plans, base_losses, options):
         add_jobs(jobs, texts, plans, options.steps)
         with Live(live_table(jobs.report(), plans, base_losses), refresh_per_second=4) as live:
             report = jobs.run(on_step=lambda now: live.update(live_table(now, plans, base_losses)))
+        if not live.console.is_terminal:  # where rich ends no line
+            print()
         jobs.save(options.out)
         return report, {
             name: logits_within(jobs.peft_model, name, each[0]) for name, each in texts.items()

@@ -139,6 +139,19 @@ def test_help_is_shown_on_terminals_without_unicode():
     assert b"--device-memory" in done.stdout
 
 
+def test_a_faster_plan_of_less_memory_counts_for_more():
+    def point(name: str, device_bytes: int, seconds: float):
+        return penstock.report.SweepPoint(
+            name=name, device_bytes=device_bytes, step_seconds=seconds, lower_bound_seconds=1.0
+        )
+
+    stock = point("stock", 10, 1.0)
+    found = _plan._take_faster(
+        [stock, point("plans", 8, 3.0), point("plans", 6, 2.0), point("plans", 4, 5.0)]
+    )
+    assert found == [stock, point("plans", 8, 2.0), point("plans", 6, 2.0), point("plans", 4, 5.0)]
+
+
 @pytest.mark.usefixtures("on_a_machine")
 def test_ctrl_c_ends_a_sweep_with_what_there_is(saved, monkeypatch):
     real, calls = CapturedModel.make_plan, []

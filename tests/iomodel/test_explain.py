@@ -176,6 +176,13 @@ def test_a_measured_time_decides(processor):
     assert measured(1.0, 2.0).measured_gain == 2
 
 
+def test_rates_of_a_busy_machine_are_named(processor):
+    busy = dataclasses.replace(processor, load=4.0)
+    x = torch.ones(8)
+    assert "busy when they" in str(explain_here(busy, torch.add, x, x))
+    assert "busy" not in str(explain_here(processor, torch.add, x, x))
+
+
 def test_times_are_measured_in_turn(processor):
     calls: list[str] = []
     report = explain(

@@ -45,3 +45,24 @@ def test_the_v100_of_the_paper():
 def test_an_unknown_machine_is_refused():
     with pytest.raises(ValueError, match=r"'b200'.*'v100-16gb-pcie3'"):
         machine("b200")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        (("links", "device->host", "bytes_per_second"), -5.0, "bytes_per_second is -5.0"),
+        (("links", "device->host", "bytes_per_second"), float("nan"), "bytes_per_second is nan"),
+        (("tiers", "device", "capacity_bytes"), -1, "capacity_bytes is -1"),
+        (("compute", "memory_bytes_per_second"), 0, "memory_bytes_per_second is 0"),
+        (("compute", "flops_per_second", "float16"), -1.0, "flops_per_second of float16"),
+        (("compute", "flops_per_second"), {}, "none of float32"),
+    ],
+)
+def test_a_profile_of_rates_that_are_none_is_refused(path, value, text):
+    data = json.loads(json.dumps(machine("h200").to_dict()))
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=text):
+        MachineProfile.from_dict(data)

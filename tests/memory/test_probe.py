@@ -322,3 +322,13 @@ def test_rates_that_varied_are_measured_again_after_a_while(monkeypatch: pytest.
     monkeypatch.setattr(_probe.time, "time", lambda: now + 601.0)
     penstock.probe()
     assert len(calls) == 2
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_profile_names_the_store_as_the_caller_did(store, monkeypatch: pytest.MonkeyPatch):
+    """It is kept by the real path, which another call may have written in another way."""
+    calls = count_measurements(monkeypatch)
+    monkeypatch.chdir(store.parent)
+    first, again = penstock.probe(store.name), penstock.probe(store)
+    assert (first.store, again.store) == (store.name, str(store))
+    assert len(calls) == 1

@@ -18,6 +18,7 @@ from penstock.iomodel._levels import (
     IOModel,
     TiledSchedule,
     ceil_div,
+    check_amounts,
     check_counts,
     model_levels,
     tile_lengths,
@@ -78,7 +79,8 @@ class _Attention:
 
     def __post_init__(self) -> None:
         check_counts(tokens=self.tokens, head_dim=self.head_dim)
-        if not 0 < self.density <= 1:
+        check_amounts(above=True, density=self.density)
+        if self.density > 1:
             raise ValueError(f"density is {self.density}; pass a share above 0 and at most 1")
         if self.pass_ not in LEAST_ELEMENTS:
             raise ValueError(f"pass_ is {self.pass_!r}; pass 'forward' or 'backward'")

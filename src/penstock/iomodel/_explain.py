@@ -39,11 +39,13 @@ class IOReport(Report, title="penstock.iomodel.explain"):
         function: The function that was explained.
         base: The function that it is compared with; None without one.
         machine: Name of the device that the rates are of.
+        was_busy: True if other processes used it while its rates were measured: times are too high.
     """
 
     function: Roofline
     base: Roofline | None
     machine: str
+    was_busy: bool = False
 
     @property
     def predicted_gain(self) -> float | None:
@@ -110,7 +112,8 @@ class IOReport(Report, title="penstock.iomodel.explain"):
             gains = ((self.predicted_gain, "predicted"), (self.measured_gain, "measured"))
             rows += [(f"{name} gain", f"{gain:.2f} x") for gain, name in gains if gain is not None]
             rows.append(("false lead", self.false_lead))
-        return [*rows, ("rates of", self.machine)]
+        busy = ", busy when they were measured: predicted times are too high"
+        return [*rows, ("rates of", self.machine + (busy if self.was_busy else ""))]
 
 
 def _write_rows(of: Roofline, role: str) -> list[tuple[str, object]]:
@@ -179,7 +182,7 @@ def explain(
         predict(_with(call, operations), profile, num_threads=threads, measured_seconds=median)
         for call, median in zip(calls, medians, strict=True)
     ]
-    return IOReport(found[0], found[1] if base else None, profile.device_name)
+    return IOReport(found[0], found[1] if base else None, profile.device_name, profile.was_busy)
 
 
 def _with(call: CountedCall, operations: int | None) -> CountedCall:

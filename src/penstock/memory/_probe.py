@@ -138,7 +138,8 @@ def probe(
                     "unknown" if load is None else f"{load:.1f}",
                     100 * profile.spread,
                 )
-    return dataclasses.replace(profile, tiers=_tiers(device, file_store))
+    path = None if file_store is None else file_store.path  # not that of another directory
+    return dataclasses.replace(profile, tiers=_tiers(device, file_store), store=path)
 
 
 def _read_profile(directory: Path) -> MachineProfile:

@@ -17,6 +17,11 @@ from penstock.units import format_bandwidth, format_bytes
 MAX_LOAD, MAX_SPREAD = 0.75, 0.5
 
 
+def _check_rate(name: str, rate: float) -> None:
+    if not rate > 0:  # NaN is none either
+        raise ValueError(f"{name} is {rate}, but must be above 0")
+
+
 @dataclass(frozen=True, slots=True)
 class TierProfile:
     """Capacity of a tier.
@@ -27,6 +32,10 @@ class TierProfile:
     """
 
     capacity_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes < 0:
+            raise ValueError(f"capacity_bytes is {self.capacity_bytes}, but must be at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,9 @@ class LinkProfile:
     bytes_per_second: float
     quartiles: tuple[float, float]
     num_runs: int
+
+    def __post_init__(self) -> None:
+        _check_rate("bytes_per_second", self.bytes_per_second)
 
     @classmethod
     def of(cls, rates: Sequence[float]) -> LinkProfile:
@@ -102,6 +114,13 @@ class ComputeProfile:
     memory_bytes_per_second: float
     launch_seconds: float
     source: str = "measured"
+
+    def __post_init__(self) -> None:
+        _check_rate("memory_bytes_per_second", self.memory_bytes_per_second)
+        if "float32" not in self.flops_per_second:
+            raise ValueError("flops_per_second has none of float32, which others count as")
+        for dtype, rate in self.flops_per_second.items():
+            _check_rate(f"flops_per_second of {dtype}", rate)
 
     def seconds(self, flops: int, num_bytes: int, dtype: str) -> float:
         """Return the seconds of an operator with its launch, bound by arithmetic or by memory.
