@@ -46,8 +46,8 @@ def as_moved(count: ByteCount) -> dict[str, int]:
 
 def count_unified() -> None:
     """Rows that are gathered, put and added."""
+    from kernel_bytes.rows import added_bytes, copied_bytes
     from penstock.unified.device import _rows
-    from penstock.unified.device._bytes import added_bytes, copied_bytes
 
     for width in (16, 33, 100, 600):
         table, out = torch.randn(200, width), torch.empty(64, width)
@@ -63,8 +63,8 @@ def count_unified() -> None:
 
 def count_lora() -> None:
     """A layer with two adapters, forward and backward."""
+    from kernel_bytes.adapters import LayerBytes
     from penstock.lora.triton import LayerAdapters, Part, choose_tiles, cut_rows, forward
-    from penstock.lora.triton._bytes import LayerBytes
 
     ranks, rows, inner, width = (8, 16), 150, 96, 80
     tables = cut_rows(rows, [Part(0, 0, 70, 0), Part(1, 70, 140, 0)], ranks,
@@ -86,7 +86,7 @@ def count_lora() -> None:
 
 def count_kv() -> None:
     """Decoding of records, of one query head and of four for each key."""
-    from penstock.kv.triton._bytes import requested_bytes
+    from kernel_bytes.records import requested_bytes
     from penstock.kv.triton._launch import RecordCall, attend, choose_tiles
 
     tokens, dim, num_records = 64, 32, 12
@@ -107,17 +107,18 @@ def count_kv() -> None:
 
 def count_ops() -> None:
     """Rational activations, forward and backward, and a layer of local filters."""
+    from kernel_bytes.rational import backward_bytes, forward_bytes
+    from kernel_bytes.windows import WindowBytes
     from penstock.ops.rational import _launch as rational
     from penstock.ops.windows import _launch as windows
-    from penstock.ops.windows._bytes import WindowBytes
     from penstock.ops.windows._filters import Filters
     from penstock.ops.windows._geometry import Windows
 
     call = (torch.randn(100, 96), torch.randn(3, 6), torch.randn(3, 4))
     report("ops, rational of 100 x 96", "evaluate",
-           lambda: rational.forward(*call), rational.forward_bytes(*call))  # fmt: skip
+           lambda: rational.forward(*call), forward_bytes(*call))  # fmt: skip
     report("ops, rational of 100 x 96", "differentiate",
-           lambda: rational.backward(call[0], *call), rational.backward_bytes(*call))  # fmt: skip
+           lambda: rational.backward(call[0], *call), backward_bytes(*call))  # fmt: skip
     of = Windows((3, 3), (1, 1), (1, 1), (1, 1))
     x, weight = torch.randn(4, 3, 8, 10), torch.randn(2, 3, 3, 3, 8, 10)
     model = WindowBytes(shape=x.shape, windows=of, element=4)
@@ -130,7 +131,7 @@ def count_ops() -> None:
 @contextlib.contextmanager
 def launches_of_rgnn(case: str) -> Iterator[None]:
     """Report each launch of a relational layer."""
-    from penstock.rgnn.backends.triton._bytes import launched_bytes
+    from kernel_bytes.relations import launched_bytes
     from penstock.rgnn.backends.triton._launch import KernelLaunch
 
     run = KernelLaunch.__call__

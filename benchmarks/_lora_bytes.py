@@ -16,9 +16,9 @@ import torch
 from triton.runtime import interpreter
 
 from _lora_arms import FORWARD
+from kernel_bytes.adapters import LayerBytes
 from penstock.codegen import count_bytes
 from penstock.lora.triton import LayerAdapters, Part, backward, choose_tiles, cut_rows, forward
-from penstock.lora.triton._bytes import LayerBytes
 
 SHAPES = (
     # rows, inputs, outputs, rank, dropout; in the first ones a tile covers rows and columns

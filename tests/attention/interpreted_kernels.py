@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from attention_cases import Pattern, blocks, causal, documents, operands, relative_error, tree
+from kernel_bytes.attention import BlockBytes
 from penstock.attention import Layout, _paths, _torch, blocksparse, blocksparse_report
 from penstock.attention import triton as kernels
 from penstock.attention.triton import _launch
-from penstock.attention.triton._bytes import BlockBytes
 from penstock.attention.triton._launch import BlockTile
 from penstock.codegen import count_bytes
 
@@ -204,7 +204,7 @@ def test_nothing_is_launched_for_an_empty_batch():
 def test_bytes_are_those_of_the_formula(dtype, has_bias, tile, monkeypatch):
     if tile is not None:
         monkeypatch.setattr(_launch, "choose_tile", lambda *_: tile)
-        monkeypatch.setattr("penstock.attention.triton._bytes.choose_tile", lambda *_: tile)
+        monkeypatch.setattr("kernel_bytes.attention.choose_tile", lambda *_: tile)
     for pattern in (documents([30, 11], 32, True, None), blocks(3, 4, 40, 70, 64, 0.7, False)):
         heads = max(2, len(pattern.mask))
         shape = {"heads": heads, "kv_heads": heads // 2, "dim": 24, "value_dim": 16}

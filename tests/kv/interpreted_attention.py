@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from kernel_bytes.records import requested_bytes
 from penstock.codegen import count_bytes
 from penstock.kv.triton import _operator, attend_records
-from penstock.kv.triton._bytes import requested_bytes
 from penstock.kv.triton._copy import common_alignment, copy_launch
 from penstock.kv.triton._launch import RecordCall, attend, choose_tiles
 from record_layer import FLOAT, HALF, TOLERANCE, Layer, assert_close

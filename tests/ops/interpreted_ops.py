@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_bytes import rational as rational_bytes
+from kernel_bytes.columns import column_bytes
+from kernel_bytes.windows import WindowBytes
 from penstock.codegen import ByteCount, count_bytes
 from penstock.ops import _column_launch as columns
 from penstock.ops import group_rational
@@ -20,7 +23,6 @@ from penstock.ops.rational import _operator
 from penstock.ops.rational import _torch as plain_rational
 from penstock.ops.windows import _launch as windows
 from penstock.ops.windows import _torch as plain_windows
-from penstock.ops.windows._bytes import WindowBytes
 from penstock.ops.windows._filters import Filters
 from penstock.ops.windows._geometry import Windows
 from window_cases import Case, largest_error
@@ -57,9 +59,9 @@ def test_rational_activations_and_their_bytes(dtype, rows: int, groups: int, wid
     given = [each.to(of) for each, of in zip(exact, dtypes, strict=True)]
     exact = [each.double() for each in given]
     y, counted = count(lambda: rational.forward(*given[1:]))
-    assert counted == rational.forward_bytes(*given[1:])
+    assert counted == rational_bytes.forward_bytes(*given[1:])
     gradients, counted = count(lambda: rational.backward(*given))
-    assert counted == rational.backward_bytes(*given[1:])
+    assert counted == rational_bytes.backward_bytes(*given[1:])
     expected = plain_rational.forward(*exact[1:]), *plain_rational.backward(*exact)
     for found, wanted in zip((y, *gradients), expected, strict=True):
         assert largest_error(found, wanted) < TOLERANCES[dtype]
@@ -72,7 +74,7 @@ def test_sums_of_columns_and_their_bytes(shape: tuple[int, int]):
     for dtype in (FLOAT, HALF):
         rows = torch.rand(shape, dtype=DOUBLE).to(dtype)
         sums, counted = count(lambda rows=rows: columns.reduce_columns(rows))
-        assert counted == columns.column_bytes(rows)
+        assert counted == column_bytes(rows)
         assert largest_error(sums, rows.double().sum(0)) < TOLERANCES[FLOAT]
 
 

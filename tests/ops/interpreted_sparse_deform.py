@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_bytes.deform import DeformBytes
+from kernel_bytes.sampling import count_sampling
 from penstock.codegen import ByteCount, TritonLaunch, count_bytes
 from penstock.ops import product_pattern, spgemm
 from penstock.ops.deform import _operator as deform_operator
@@ -19,11 +21,9 @@ from penstock.ops.deform import _torch as deform_torch
 from penstock.ops.deform import deform_conv2d
 from penstock.ops.deform import triton as deform
 from penstock.ops.deform._shapes import DeformGeometry
-from penstock.ops.deform.triton._bytes import DeformBytes
 from penstock.ops.sparse import _operator as sparse_operator
 from penstock.ops.sparse import _torch as sparse_torch
 from penstock.ops.sparse import triton as sparse
-from penstock.ops.sparse.triton._bytes import count_sampling
 from penstock.ops.sparse.triton._launch import plan_gradients, plan_values
 from test_deform import CASE, operands
 from test_spgemm import draw

@@ -1,4 +1,4 @@
-"""Launches of the kernels that sum rows, and the bytes that they ask for."""
+"""Launches of the kernels that sum rows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from penstock.codegen import ByteCount, Run, TritonLaunch, launch, use_device
+from penstock.codegen import Run, TritonLaunch, launch, use_device
 from penstock.ops import _kernels
 from penstock.ops._operands import sum_dtype
 from penstock.ops._tiles import choose_tile_rows
 
 _ROWS, _COLUMNS = 16, 64  # of a block: with four warps eight elements of each thread
-_SUM_BYTES = 8
 
 
 class ColumnSizes(NamedTuple):
@@ -45,25 +44,6 @@ def add_partials(partials: Tensor, *, run: Run = launch) -> Tensor:
     grid = (-(-num_columns // _COLUMNS),)
     run(TritonLaunch(kernel=_kernels.add_partials, grid=grid, arguments=arguments))
     return sums
-
-
-def column_bytes(rows: Tensor) -> ByteCount:
-    """Return the bytes of `reduce_columns`: each row once, and the partial sums to and fro."""
-    num_tiles = -(-rows.shape[0] // choose_tile_rows(rows.shape[0]))
-    of_tile = rows.shape[1] * sum_dtype(rows.dtype).itemsize
-    first = ByteCount(loaded_bytes=rows.nbytes, stored_bytes=num_tiles * of_tile)
-    if num_tiles == 0 or rows.shape[1] == 0:  # it is not launched
-        first = ByteCount(loaded_bytes=0, stored_bytes=0, num_launches=0)
-    return first + partial_bytes(num_tiles, rows.shape[1], sum_dtype(rows.dtype).itemsize)
-
-
-def partial_bytes(num_tiles: int, num_columns: int, item_bytes: int) -> ByteCount:
-    """Return the bytes of `add_partials`."""
-    return ByteCount(
-        loaded_bytes=num_tiles * num_columns * item_bytes,
-        stored_bytes=num_columns * _SUM_BYTES,
-        num_launches=int(num_columns > 0),
-    )
 
 
 def _sizes() -> ColumnSizes:

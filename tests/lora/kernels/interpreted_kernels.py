@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_bytes.adapters import LayerBytes
 from lora_layers import Layer, assert_close, kept, make_layers
 from penstock.codegen import ByteCount, TritonLaunch, count_bytes
 from penstock.iomodel import TileOrder
@@ -21,7 +22,6 @@ from penstock.lora import Adapter, AdapterRows, _dropout, _operator, _products, 
 from penstock.lora import triton as triton_lora
 from penstock.lora._operator import uses_of
 from penstock.lora.triton import _tile_order, backward, choose_tiles, find_parts, forward
-from penstock.lora.triton._bytes import LayerBytes
 from penstock.lora.triton._launch import find_key
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "test_kernels.py runs this"

@@ -25,11 +25,11 @@ from _relational import (
     recipes,
     results_and_gradients,
 )
+from kernel_bytes.relations import launched_bytes
 from penstock import rgnn
 from penstock.codegen import count_bytes
 from penstock.rgnn import dot, edge_mean, edge_softmax, spaces
 from penstock.rgnn.backends.triton import _kernels, _tables
-from penstock.rgnn.backends.triton._bytes import launched_bytes
 from penstock.rgnn.backends.triton._launch import KernelLaunch
 from penstock.rgnn.layers import _hgt, _rgat, _rgcn
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernel_bytes.rows import added_bytes, copied_bytes
 from penstock.codegen import count_bytes
 from penstock.unified import HotRows, unify
 from penstock.unified.device import _rows as device_rows
-from penstock.unified.device._bytes import added_bytes, copied_bytes
 from penstock.unified.device._registration import MemoryUse
 from penstock.unified.device.table import DeviceTable, IndexCheck
 from penstock.unified.host import table as host_table

@@ -1,8 +1,7 @@
 """Attention over records by address in Triton kernels, for NVIDIA and AMD GPUs.
 
 Files, in the order in which to read them: `_operator.py` checks a call; `_launch.py` cuts it into
-tasks and launches `_kernels.py`; `_bytes.py` says how much memory a launch asks for; `_copy.py`
-launches copies of records.
+tasks and launches `_kernels.py`; `_copy.py` launches copies of records.
 
 Importing this package imports Triton.
 """

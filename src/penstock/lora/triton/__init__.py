@@ -1,8 +1,7 @@
 """Linear layers with many adapters in Triton kernels, for NVIDIA and AMD GPUs.
 
 Files, in the order in which to read them: `_call.py` takes the operator's operands; `_launch.py`
-launches `_kernels.py`; `_tables.py` says which rows a program has, `_tiles.py` how many, and
-`_bytes.py` how much memory a launch asks for.
+launches `_kernels.py`; `_tables.py` says which rows a program has, and `_tiles.py` how many.
 
 Importing this package imports Triton.
 """

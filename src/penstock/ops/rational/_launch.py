@@ -1,11 +1,4 @@
-"""Blocks of the kernels, chosen from shapes alone, their launches, and the bytes they ask for.
-
-With E bytes of an element, S of a sum, and K coefficients of a group:
-
-    evaluate        x and y once, 2 N C E; of each block, K S of coefficients
-    differentiate   x, dy and dx once, 3 N C E; of each block K S of coefficients, n S more of the
-                    denominator's signs, and K S of sums, which are added up once more
-"""
+"""Blocks of the kernels, chosen from shapes alone, and their launches."""
 
 from __future__ import annotations
 
@@ -15,8 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from penstock.codegen import ByteCount, Run, TritonLaunch, launch, use_device
-from penstock.ops._column_launch import add_partials, partial_bytes
+from penstock.codegen import Run, TritonLaunch, launch, use_device
+from penstock.ops._column_launch import add_partials
 from penstock.ops.rational import _kernels
 
 _BLOCK_BYTES = 8192  # in the dtype of sums: with four warps sixteen float32 of each thread
@@ -43,7 +36,7 @@ def forward(x: Tensor, numerator: Tensor, denominator: Tensor, *, run: Run = lau
     """Return the activation as `_torch.forward` does; `run` takes the launch."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    grid, width, sizes = _cut(x, numerator, denominator)
+    grid, width, sizes = cut_blocks(x, numerator, denominator)
     arguments = (x, numerator, denominator, y, len(x), width, sizes)
     with use_device(x.device):
         run(TritonLaunch(kernel=_kernels.evaluate, grid=grid, arguments=arguments))
@@ -57,7 +50,7 @@ def backward(
     x, dy = x.contiguous(), dy.contiguous()
     dx = torch.empty_like(x)
     num_groups, counts = len(numerator), [numerator.shape[1], denominator.shape[1]]
-    grid, width, sizes = _cut(x, numerator, denominator)
+    grid, width, sizes = cut_blocks(x, numerator, denominator)
     partials = numerator.new_empty(grid[0], num_groups * sum(counts))
     arguments = (x, dy, numerator, denominator, dx, partials, len(x), width, sizes)
     with use_device(x.device):
@@ -67,38 +60,7 @@ def backward(
     return dx, of_numerator.clone(), of_denominator.clone()
 
 
-def forward_bytes(x: Tensor, numerator: Tensor, denominator: Tensor) -> ByteCount:
-    """Return the bytes of `forward`."""
-    num_programs, of_block = _count_blocks(x, numerator, denominator)
-    return ByteCount(
-        loaded_bytes=x.nbytes + num_programs * of_block,
-        stored_bytes=x.nbytes,
-        num_launches=int(num_programs > 0),
-    )
-
-
-def backward_bytes(x: Tensor, numerator: Tensor, denominator: Tensor) -> ByteCount:
-    """Return the bytes of `backward`."""
-    num_programs, of_block = _count_blocks(x, numerator, denominator)
-    of_signs = denominator.shape[1] * denominator.element_size()
-    kernel = ByteCount(
-        loaded_bytes=2 * x.nbytes + num_programs * (of_block + of_signs),
-        stored_bytes=x.nbytes + num_programs * of_block,
-        num_launches=int(num_programs > 0),
-    )
-    num_sums = numerator.numel() + denominator.numel()
-    num_tiles = num_programs // len(numerator)
-    return kernel + partial_bytes(num_tiles, num_sums, numerator.element_size())
-
-
-def _count_blocks(x: Tensor, numerator: Tensor, denominator: Tensor) -> tuple[int, int]:
-    """Return the programs of a launch, and the bytes of one group's coefficients."""
-    (num_tiles, num_groups), _, _ = _cut(x, numerator, denominator)
-    num_coefficients = numerator.shape[1] + denominator.shape[1]
-    return num_tiles * num_groups, num_coefficients * numerator.element_size()
-
-
-def _cut(
+def cut_blocks(
     x: Tensor, numerator: Tensor, denominator: Tensor
 ) -> tuple[tuple[int, int], int, RationalSizes]:
     """Return the grid of blocks and groups, the channels of a group, and the constants."""

@@ -3,7 +3,7 @@
 Files, in the order in which to read them: `_geometry.py` has the places of windows, `_unfold.py`
 and `_local.py` the functions and their operators, `_filters.py` the sizes and strides of a call,
 `_torch.py` the way without kernels, `windows.cpp`, `local.cpp` and `_native.py` the CPU's,
-`_kernels.py` to `_bytes.py` the GPU's, `_module.py` the layer.
+`_kernels.py` and `_launch.py` the GPU's, `_module.py` the layer.
 """
 
 from penstock.ops.windows._local import dynamic_filter2d, local_conv2d

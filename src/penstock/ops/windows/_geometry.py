@@ -80,15 +80,6 @@ class Windows(NamedTuple):
         of_windows = (self.stride[1] * rows, 1, self.dilation[1] * rows)
         return channels * out[0] * strip, out[0] * strip, strip, *of_windows
 
-    def count_inside(self, axis: int, length: int, num_windows: int) -> int:
-        """Return the places of all windows along an axis that are of the image, not of padding."""
-        stride, padding, dilation = (pair[axis] for pair in self[1:])
-        return sum(
-            0 <= i * stride + f * dilation - padding < length
-            for i in range(num_windows)
-            for f in range(self.kernel[axis])
-        )
-
 
 def read_pair(name: str, value: Pair, least: int) -> tuple[int, int]:
     """Return the numbers of height and width.

@@ -1,7 +1,6 @@
 """Deformable convolutions in Triton kernels, for NVIDIA and AMD GPUs.
 
-`_launch.py` cuts a call into tiles and launches `_kernels.py`; `_bytes.py` says how much memory the
-kernels ask for. Importing this imports Triton.
+`_launch.py` cuts a call into tiles and launches `_kernels.py`. Importing this imports Triton.
 """
 
 from penstock.ops.deform.triton._launch import backward, forward

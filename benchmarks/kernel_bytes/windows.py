@@ -43,7 +43,7 @@ class WindowBytes:
         out, span = self._out, self.windows.span(self._out[1])
         first = min(self.windows.padding[1], span)
         num_columns = max(0, min(self.windows.padding[1] + self.shape[3], span) - first)
-        rows = self.windows.count_inside(0, self.shape[2], out[0])
+        rows = self._count_inside(0, self.shape[2], out[0])
         strips = out[0] * span * self.windows.kernel[0]
         return self._count(self._planes * rows * num_columns, self._planes * strips)
 
@@ -89,7 +89,15 @@ class WindowBytes:
     def _inside(self) -> int:
         """Places of all windows that are of the image."""
         rows, columns = (
-            self.windows.count_inside(axis, self.shape[2 + axis], self._out[axis])
-            for axis in range(2)
+            self._count_inside(axis, self.shape[2 + axis], self._out[axis]) for axis in range(2)
         )
         return rows * columns
+
+    def _count_inside(self, axis: int, length: int, num_windows: int) -> int:
+        """Return the places of all windows along an axis that are of the image, not of padding."""
+        stride, padding, dilation = (pair[axis] for pair in self.windows[1:])
+        return sum(
+            0 <= i * stride + f * dilation - padding < length
+            for i in range(num_windows)
+            for f in range(self.windows.kernel[axis])
+        )
