@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import Tensor
-
 from penstock._lazy import cached_property
 from penstock.codegen import ByteCount
-from penstock.ops.deform._shapes import DeformGeometry
+from penstock.ops.deform._shapes import DeformInputs
 from penstock.ops.deform.triton._launch import (
     DeformOperands,
     DeformSizes,
@@ -44,61 +42,55 @@ class DeformBytes:
     """Bytes of the kernels of a call; the offsets are read.
 
     Attributes:
-        x: Input.
-        offset: Offsets, float32.
-        weight: Weights.
-        bias: Bias, or None.
-        mask: Mask, float32, or None.
-        geometry: Stride, padding and dilation.
+        given: Operands; offsets and mask are float32.
         num_windows: Windows of an image's pixels in the backward pass.
     """
 
-    x: Tensor
-    offset: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    mask: Tensor | None
-    geometry: DeformGeometry
+    given: DeformInputs
     num_windows: int = 1
 
     def forward(self) -> ByteCount:
         """Return the bytes of `forward`."""
-        s, pixels, element = self._sizes, self._pixels, self.x.element_size()
+        s, pixels, element = self._sizes, self._pixels, self.given.x.element_size()
         programs = self._groups * self._out_tiles
-        tiles = len(self.x) * -(-pixels // s.tile_pixels)
-        loaded = len(self.x) * pixels * s.taps * self._place_bytes * programs * s.segments
+        tiles = len(self.given.x) * -(-pixels // s.tile_pixels)
+        loaded = len(self.given.x) * pixels * s.taps * self._place_bytes * programs * s.segments
         loaded += self._out_tiles * self._corner_bytes
-        loaded += tiles * element * (self.weight.numel() + s.outs * s.has_bias)
-        return ByteCount(loaded_bytes=loaded, stored_bytes=len(self.x) * s.outs * pixels * element)
+        loaded += tiles * element * (self.given.weight.numel() + s.outs * s.has_bias)
+        return ByteCount(
+            loaded_bytes=loaded, stored_bytes=len(self.given.x) * s.outs * pixels * element
+        )
 
     def backward(self) -> ByteCount:
         """Return the bytes of all kernels of `backward`."""
-        windows = self.num_windows * len(self.x)
+        windows = self.num_windows * len(self.given.x)
         return ByteCount(
             loaded_bytes=self._load_weights() + self._load_places() + self._load_gradients(windows),
-            stored_bytes=_WORD * self._sizes.parts * self.weight.numel()
+            stored_bytes=_WORD * self._sizes.parts * self.given.weight.numel()
             + self._all_places * self._place_bytes
             + self._reached_bytes,
             num_launches=1 + 2 * windows,
         )
 
     def _load_weights(self) -> int:
-        s, element = self._sizes, self.x.element_size()
+        s, element = self._sizes, self.given.x.element_size()
         channel_tiles = s.segments * -(-s.segment // s.tile_channels)
-        pixels = len(self.x) * self._pixels * s.taps * channel_tiles
+        pixels = len(self.given.x) * self._pixels * s.taps * channel_tiles
         places = pixels * self._place_bytes * self._groups * self._out_tiles
         return places + self._out_tiles * self._corner_bytes + pixels * s.outs * element
 
     def _load_places(self) -> int:
         s = self._sizes
-        columns = len(self.x) * self._pixels * s.taps * s.channels * self.x.element_size()
+        columns = (
+            len(self.given.x) * self._pixels * s.taps * s.channels * self.given.x.element_size()
+        )
         return self._all_places * self._place_bytes + columns + self._corner_bytes
 
     def _load_gradients(self, windows: int) -> int:
         s = self._sizes
         tiles = -(-s.of_offset // s.tile_channels)
         if s.halo_height > 0:
-            places = len(self.x) * self._halo_pairs * s.offset_groups * self._place_bytes
+            places = len(self.given.x) * self._halo_pairs * s.offset_groups * self._place_bytes
             return places * tiles + self._corner_bytes + self._reached_bytes
         lists = 2 * _WORD * s.offset_groups * s.height * s.width * tiles
         entries = 2 * _WORD * self._corners * tiles
@@ -106,16 +98,17 @@ class DeformBytes:
 
     @cached_property
     def _sizes(self) -> DeformSizes:
-        given = (self.x, self.offset, self.weight, self.bias, self.mask, self.geometry)
-        return sizes_of(*given)
+        return sizes_of(self.given)
 
     @cached_property
     def _corners(self) -> int:
         """Corners inside of the images, of all places."""
         operands = DeformOperands(
-            self.x, self.offset, self.offset if self.mask is None else self.mask
+            self.given.x,
+            self.given.offset,
+            self.given.offset if self.given.mask is None else self.given.mask,
         )
-        windows = [(image, 0, self._pixels) for image in range(len(self.x))]
+        windows = [(image, 0, self._pixels) for image in range(len(self.given.x))]
         return sum(int(sort_corners(operands, self._sizes, each)[0][-1]) for each in windows)
 
     @property
@@ -136,24 +129,28 @@ class DeformBytes:
 
     @property
     def _all_places(self) -> int:
-        return len(self.x) * self._pixels * self._sizes.taps * self._sizes.offset_groups
+        return len(self.given.x) * self._pixels * self._sizes.taps * self._sizes.offset_groups
 
     @property
     def _corner_bytes(self) -> int:
-        return self._corners * self._sizes.of_offset * self.x.element_size()
+        return self._corners * self._sizes.of_offset * self.given.x.element_size()
 
     @property
     def _halo_pairs(self) -> int:
         """Pairs of a pixel of the input and a place, of a tap, in whose reach it is."""
         s, total = self._sizes, 1
-        of_geometry = (self.geometry.stride, self.geometry.padding, self.geometry.dilation)
+        of_geometry = (
+            self.given.geometry.stride,
+            self.given.geometry.padding,
+            self.given.geometry.dilation,
+        )
         for axis in range(2):
             stride, padding, dilation = (each[axis] for each in of_geometry)
             total *= sum(
                 abs(out * stride - padding + tap * dilation - at) <= s.reach
                 for out in range((s.out_height, s.out_width)[axis])
-                for tap in range(self.weight.shape[2 + axis])
-                for at in range(self.x.shape[2 + axis])
+                for tap in range(self.given.weight.shape[2 + axis])
+                for at in range(self.given.x.shape[2 + axis])
             )
         return total
 
@@ -166,4 +163,4 @@ class DeformBytes:
             step = -(-self._pixels // self.num_windows)
             windows = [(0, at, min(at + step, self._pixels)) for at in range(0, self._pixels, step)]
             pixels = [stop - start for start, stop in (find_reached(s, each) for each in windows)]
-        return len(self.x) * _WORD * s.channels * sum(pixels)
+        return len(self.given.x) * _WORD * s.channels * sum(pixels)

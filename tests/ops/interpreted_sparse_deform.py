@@ -20,10 +20,11 @@ from penstock.ops.deform import _operator as deform_operator
 from penstock.ops.deform import _torch as deform_torch
 from penstock.ops.deform import deform_conv2d
 from penstock.ops.deform import triton as deform
-from penstock.ops.deform._shapes import DeformGeometry
+from penstock.ops.deform._shapes import DeformGeometry, DeformInputs
 from penstock.ops.sparse import _operator as sparse_operator
 from penstock.ops.sparse import _torch as sparse_torch
 from penstock.ops.sparse import triton as sparse
+from penstock.ops.sparse._rows import KnownProduct
 from penstock.ops.sparse.triton._launch import plan_gradients, plan_values
 from test_deform import CASE, operands
 from test_spgemm import draw
@@ -57,25 +58,27 @@ def test_products_and_their_bytes(shape, index: torch.dtype, has_mask: bool):
     b = draw(inner, columns, density, 1, index=index)
     mask = draw(rows, columns, 0.4, 2, index=index) if has_mask else None
     pattern = product_pattern(a, b, mask=mask)
-    of = (pattern.left, pattern.right, pattern.result)
     values = (a.values(), b.values())
-    floats = tuple(each.float() for each in values)
+    exact_product, product = (
+        KnownProduct(*pattern._rows, *of, has_mask, 1000)
+        for of in (values, [each.float() for each in values])
+    )
     counts: list[ByteCount] = []
 
     def run(each: TritonLaunch) -> None:
         counts.append(count_bytes(each))
 
-    found = sparse.multiply(*of, *floats, has_mask, 1000, run=run)
-    expected = sparse_torch.multiply(*of, *values, has_mask, 1000)
+    found = sparse.multiply(product, run=run)
+    expected = sparse_torch.multiply(exact_product)
     assert error(found, expected) < TOLERANCES[FLOAT]
     dvalues = torch.randn(len(found), dtype=torch.float64)
-    grads = sparse.differentiate(dvalues.float(), *of, *floats, has_mask, 1000, run=run)
-    exact = sparse_torch.differentiate(dvalues, *of, *values, has_mask, 1000)
+    grads = sparse.differentiate(product, dvalues.float(), run=run)
+    exact = sparse_torch.differentiate(exact_product, dvalues)
     for each, wanted in zip(grads, exact, strict=True):
         assert error(each, wanted) < TOLERANCES[FLOAT]
     pairs = (a.to_dense() != 0).float() @ (b.to_dense() != 0).float()
     num_found = int(pairs.sum() if mask is None else (pairs * (mask.to_dense() != 0)).sum())
-    samplings = [plan_values(*of, *floats), *plan_gradients(dvalues.float(), *of, *floats)]
+    samplings = [plan_values(product), *plan_gradients(product, dvalues.float())]
     for sampling, counted in zip(samplings, counts, strict=True):
         if len(sampling.pattern.columns):
             assert counted == count_sampling(sampling, num_found)
@@ -119,8 +122,8 @@ CASES = {
 }  # fmt: skip
 
 
-def prepare(name: str, dtype: torch.dtype) -> tuple[list[Tensor | None], DeformGeometry, Tensor]:
-    """Return operands as kernels take them, the geometry, and a gradient of the output."""
+def prepare(name: str, dtype: torch.dtype) -> tuple[DeformInputs, Tensor]:
+    """Return operands as kernels take them, and a gradient of the output."""
     case = {**CASE, **CASES[name]}
     x, offset, weight, bias, mask = (
         None if each is None else each.detach() for each in operands(case, dtype)
@@ -129,41 +132,41 @@ def prepare(name: str, dtype: torch.dtype) -> tuple[list[Tensor | None], DeformG
     reach = case["geometry"].reach
     if reach is not None:  # not on pixels, where a corner has no share
         offset = offset.clamp(0.125 - reach, reach - 0.125)
-    given = [x, offset.float(), weight, bias, None if mask is None else mask.float()]
-    size = case["geometry"].out_size(x, weight)
-    dout = torch.randn((len(x), len(weight), *size), generator=torch.Generator().manual_seed(1))
-    return given, case["geometry"], dout.to(dtype)
+    given = DeformInputs(x, offset, weight, bias, mask, case["geometry"]).in_sums()
+    shape = given.new_output().shape
+    dout = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return given, dout.to(dtype)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, FLOAT) for name in CASES), ("whole", HALF), ("halo", HALF)]
 )
 def test_convolutions_and_their_bytes(name: str, dtype: torch.dtype):
-    given, geometry, dout = prepare(name, dtype)
-    exact = [None if each is None else each.double() for each in given]
+    given, dout = prepare(name, dtype)
+    tensors = [None if each is None else each.double() for each in given[:5]]
+    exact = DeformInputs(*tensors, given.geometry)
     results: list[Any] = []
 
     def run() -> None:
-        results.append(deform.forward(*given, geometry))
+        results.append(deform.forward(given))
 
     counted = count_bytes(run)
-    bytes_of = DeformBytes(*given, geometry, num_windows=2)  # type: ignore[arg-type]
+    bytes_of = DeformBytes(given, num_windows=2)
     assert counted == bytes_of.forward()
-    expected = deform_torch.forward(*exact, geometry)  # type: ignore[arg-type]
+    expected = deform_torch.forward(exact)
     assert error(results[0], expected) < TOLERANCES[dtype]
-    wanted = deform_torch.backward(dout.double(), *exact, geometry)  # type: ignore[arg-type]
-    x, _, weight, *_ = given
-    assert x is not None and weight is not None
+    wanted = deform_torch.backward(dout.double(), exact)
+    x, weight = given.x, given.weight
     pixels = dout.shape[2] * dout.shape[3]
     column = x.shape[1] * weight.shape[2] * weight.shape[3] * x.element_size()
     window = -(-pixels // 2) * column
 
     def differentiate() -> None:
-        results.append(deform.backward(dout, *given, geometry, window_bytes=window))
+        results.append(deform.backward(dout, given, window_bytes=window))
 
     counted = count_bytes(differentiate)
     assert counted == bytes_of.backward()
-    again = deform.backward(dout, *given, geometry, window_bytes=window)  # type: ignore[arg-type]
+    again = deform.backward(dout, given, window_bytes=window)
     for found, same, each in zip(results[1], again, wanted, strict=True):
         assert found is None or (same is not None and torch.equal(found, same))
         assert (found is None) == (each is None)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.ops import deform_conv2d
 from penstock.ops.deform import _native, _torch
 from penstock.ops.deform._operator import deform_backward, deform_forward
-from penstock.ops.deform._shapes import DeformGeometry
+from penstock.ops.deform._shapes import DeformGeometry, DeformInputs
 
 TOLERANCES = {  # of norms, relative
     torch.float64: 1e-13,
@@ -337,7 +337,8 @@ def test_operands_that_do_not_fit_are_refused(change: dict, kind, message: str):
 def test_bands_of_torch_are_the_whole(monkeypatch):
     given = operands(CASE)
     detached = [None if each is None else each.detach() for each in given]
-    whole = _torch.forward(*detached, CASE["geometry"])  # type: ignore[arg-type]
+    inputs = DeformInputs(*detached, CASE["geometry"])  # type: ignore[arg-type]
+    whole = _torch.forward(inputs)
     monkeypatch.setattr(_torch, "_BAND_PIXELS", 1)
-    found = _torch.forward(*detached, CASE["geometry"])  # type: ignore[arg-type]
+    found = _torch.forward(inputs)
     assert torch.allclose(found, whole, rtol=0, atol=1e-12)

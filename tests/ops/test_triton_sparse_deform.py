@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fork_servers import find_python
-from penstock.ops.deform._shapes import DeformGeometry
+from penstock.ops.deform._shapes import DeformGeometry, DeformInputs
 from test_deform import CASE, define, error, gradients, operands, run
 from test_spgemm import check, draw
 
@@ -60,24 +60,25 @@ def record_deform(
         None if each is None else each.detach() for each in operands(case, dtype)
     )
     assert offset is not None and mask is not None
-    given: list[Any] = [x, offset.float(), weight, bias, mask.float()]
+    given = DeformInputs(x, offset.float(), weight, bias, mask.float(), geometry)
     found: list[Any] = []
-    out = forward(*given, geometry, run=found.append)
-    backward(out, *given, geometry, run=found.append)
+    out = forward(given, run=found.append)
+    backward(out, given, run=found.append)
     return found
 
 
 def record_products(index: torch.dtype) -> list[Any]:
     """Return the launches of a product, forward and backward."""
     from penstock.ops import product_pattern
+    from penstock.ops.sparse._rows import KnownProduct
     from penstock.ops.sparse.triton import differentiate, multiply
 
     a = draw(40, 40, 0.3, index=index).float()
     pattern = product_pattern(a, a)
-    of = (pattern.left, pattern.right, pattern.result)
+    product = KnownProduct(*pattern._rows, a.values(), a.values(), False, 1)
     found: list[Any] = []
-    values = multiply(*of, a.values(), a.values(), False, 1, run=found.append)
-    differentiate(values, *of, a.values(), a.values(), False, 1, run=found.append)
+    values = multiply(product, run=found.append)
+    differentiate(product, values, run=found.append)
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library, to_struct
 from penstock.compat.dynamo import mark_constant
 from penstock.ops._operands import KINDS, sum_dtype
-from penstock.ops.deform._shapes import DeformGeometry, count_offset_groups
+from penstock.ops.deform._shapes import DeformInputs, count_offset_groups
 
 _FILES = ("samples.cpp", "forward.cpp", "backward.cpp")
 _LEAST_TASKS, _BLOCK_CHANNELS = 8, 32
@@ -25,30 +25,18 @@ def is_available() -> bool:
     return _library() is not None
 
 
-def forward(
-    x: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    geometry: DeformGeometry,
-) -> Tensor:
+def forward(given: DeformInputs) -> Tensor:
     """Return the output as `_torch.forward` does."""
-    out = x.new_empty(len(x), len(weight), *geometry.out_size(x, weight))
-    _run(_DeformCall.of(x, offset, weight, bias, mask, out, geometry))
+    out = given.new_output()
+    _run(_DeformCall.of(given, out))
     return out
 
 
 def backward(
-    dout: Tensor,
-    x: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    geometry: DeformGeometry,
+    dout: Tensor, given: DeformInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients as `_torch.backward` does."""
+    x, offset, weight, bias, mask, _ = given
     dtype = sum_dtype(x.dtype)
     # Few blocks of channels leave threads idle: then images are in parts, whose sums are added up.
     # The parts follow from the shapes alone, and so do the bits.
@@ -58,18 +46,9 @@ def backward(
     dmask = None if mask is None else torch.zeros(mask.shape, dtype=dtype, device="cpu")
     dweight = torch.zeros((parts, *weight.shape), dtype=dtype, device="cpu")
     dbias = None if bias is None else torch.zeros((parts, *bias.shape), dtype=dtype, device="cpu")
-    call = _DeformCall.of(x, offset, weight, bias, mask, dout.contiguous(), geometry)
-    _run(
-        dataclasses.replace(
-            call,
-            dx=dx,
-            doffset=doffset,
-            dmask=dmask,
-            dweight=dweight,
-            dbias=dbias,
-            num_parts=parts,
-        )
-    )
+    grads = {"dx": dx, "doffset": doffset, "dmask": dmask, "dweight": dweight, "dbias": dbias}
+    call = _DeformCall.of(given, dout.contiguous())
+    _run(dataclasses.replace(call, **grads, num_parts=parts))
     return (
         dx,
         doffset.to(offset.dtype),
@@ -123,17 +102,9 @@ class _DeformCall:
     num_threads: int
 
     @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        offset: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        mask: Tensor | None,
-        out: Tensor,
-        geometry: DeformGeometry,
-    ) -> _DeformCall:
+    def of(cls, given: DeformInputs, out: Tensor) -> _DeformCall:
         """Return a call without gradients."""
+        x, offset, weight, bias, mask, geometry = given
         dtype = sum_dtype(x.dtype)
         return cls(
             x=x.contiguous(),

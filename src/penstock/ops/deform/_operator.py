@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from penstock.codegen import name_kernels
-from penstock.ops._operands import sum_dtype
 from penstock.ops.deform import _native, _torch
-from penstock.ops.deform._shapes import DeformGeometry
+from penstock.ops.deform._shapes import DeformGeometry, DeformInputs
 
 
 def kernels_for(x: Tensor) -> ModuleType:
@@ -36,8 +35,8 @@ def deform_forward(
     geometry: list[int],
 ) -> Tensor:
     """Return the output, as `_torch.forward` says."""
-    offset, mask = _to_sums(x, offset, mask)
-    return kernels_for(x).forward(x, offset, weight, bias, mask, DeformGeometry.of(geometry))
+    given = DeformInputs(x, offset, weight, bias, mask, DeformGeometry.of(geometry))
+    return kernels_for(x).forward(given.in_sums())
 
 
 @torch.library.custom_op("penstock::deform_backward", mutates_args=())
@@ -51,28 +50,18 @@ def deform_backward(
     geometry: list[int],
 ) -> list[Tensor]:
     """Return the gradients of x, offset, weight, and of bias and mask where there are such."""
-    given = (x, offset, weight, bias, mask)
-    offset, mask = _to_sums(x, offset, mask)
-    grads = kernels_for(x).backward(
-        dout, x, offset, weight, bias, mask, DeformGeometry.of(geometry)
-    )
+    given = DeformInputs(x, offset, weight, bias, mask, DeformGeometry.of(geometry))
+    grads = kernels_for(x).backward(dout, given.in_sums())
     return [
         grad.to(each.dtype)
-        for grad, each in zip(grads, given, strict=True)
+        for grad, each in zip(grads, given[:5], strict=True)
         if grad is not None and each is not None
     ]
 
 
-def _to_sums(x: Tensor, offset: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    dtype = sum_dtype(x.dtype)
-    return offset.to(dtype), None if mask is None else mask.to(dtype)
-
-
 @deform_forward.register_fake
 def _(x, offset, weight, bias, mask, geometry):
-    return x.new_empty(
-        x.shape[0], weight.shape[0], *DeformGeometry.of(geometry).out_size(x, weight)
-    )
+    return DeformInputs(x, offset, weight, bias, mask, DeformGeometry.of(geometry)).new_output()
 
 
 @deform_backward.register_fake

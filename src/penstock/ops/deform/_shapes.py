@@ -1,10 +1,13 @@
-"""Shapes of a deformable convolution, which all of its implementations share."""
+"""Operands and shapes of a deformable convolution, which all of its implementations share."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from torch import Tensor
+
+from penstock.ops._operands import sum_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,37 @@ class DeformGeometry:
             for i in range(2)
         )
         return height, width
+
+
+class DeformInputs(NamedTuple):
+    """Operands of a convolution, and its geometry.
+
+    Attributes:
+        x: `(B, C, H, W)`.
+        offset: `(B, 2 G kh kw, Ho, Wo)`, of the dtype of sums.
+        weight: `(O, C / groups, kh, kw)`, of the dtype of x.
+        bias: `(O,)`, of the dtype of x, or None.
+        mask: `(B, G kh kw, Ho, Wo)`, of the dtype of sums, or None.
+        geometry: Stride, padding and dilation.
+    """
+
+    x: Tensor
+    offset: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    mask: Tensor | None
+    geometry: DeformGeometry
+
+    def in_sums(self) -> DeformInputs:
+        """Return them with offsets and mask of the dtype of sums."""
+        dtype = sum_dtype(self.x.dtype)
+        mask = None if self.mask is None else self.mask.to(dtype)
+        return self._replace(offset=self.offset.to(dtype), mask=mask)
+
+    def new_output(self) -> Tensor:
+        """Return an output without its numbers, `(B, O, Ho, Wo)`, of the dtype of x."""
+        size = self.geometry.out_size(self.x, self.weight)
+        return self.x.new_empty(self.x.shape[0], self.weight.shape[0], *size)
 
 
 def count_taps(weight: Tensor) -> int:

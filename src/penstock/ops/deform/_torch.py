@@ -13,31 +13,20 @@ import torch
 from torch import Tensor
 
 from penstock.ops._operands import sum_dtype
-from penstock.ops.deform._shapes import DeformGeometry, count_offset_groups, count_taps
+from penstock.ops.deform._shapes import (
+    DeformGeometry,
+    DeformInputs,
+    count_offset_groups,
+    count_taps,
+)
 
 _BAND_PIXELS = 256
 
 
-def forward(
-    x: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    geometry: DeformGeometry,
-) -> Tensor:
-    """Return the output, `(B, O, Ho, Wo)`, of the dtype of x, as `deform_conv2d` says.
-
-    Args:
-        x: `(B, C, H, W)`.
-        offset: `(B, 2 G kh kw, Ho, Wo)`, of the dtype of sums.
-        weight: `(O, C / groups, kh, kw)`, of the dtype of x.
-        bias: `(O,)`, of the dtype of x, or None.
-        mask: `(B, G kh kw, Ho, Wo)`, of the dtype of sums, or None.
-        geometry: Stride, padding and dilation.
-    """
-    dtype = sum_dtype(x.dtype)
-    out = x.new_empty(len(x), len(weight), *geometry.out_size(x, weight))
+def forward(given: DeformInputs) -> Tensor:
+    """Return the output, `(B, O, Ho, Wo)`, of the dtype of x, as `deform_conv2d` says."""
+    x, offset, weight, bias, mask, geometry = given
+    dtype, out = sum_dtype(x.dtype), given.new_output()
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     for image, rows in _bands(out):
         of_mask = None if mask is None else mask[image, :, rows]
@@ -49,15 +38,10 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    x: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    geometry: DeformGeometry,
+    dout: Tensor, given: DeformInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, in its dtype, and of all others in the dtype of sums."""
+    x, offset, weight, bias, mask, geometry = given
     dtype, taps = sum_dtype(x.dtype), count_taps(weight)
 
     def zeros(of: Tensor) -> Tensor:  # together, whatever the strides of the operand are
@@ -135,7 +119,7 @@ def convolve(
     Args:
         x: `(C, H, W)`.
         offset: `(2 G kh kw, rows, Wo)`, of the rows.
-        weight: As of `forward`, like the bias.
+        weight: As of `DeformInputs`, like the bias.
         bias: The bias.
         mask: `(G kh kw, rows, Wo)`.
         geometry: Stride, padding and dilation.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.codegen import THREADS, VECTORS, load_optional_library, to_struct
 from penstock.compat.dynamo import mark_constant
-from penstock.ops.sparse._rows import Rows, check_count
+from penstock.ops.sparse._rows import KnownProduct, ProductOperands, Rows, check_count
 
 _WORD_COLUMNS, _WORD_BYTES = 64, 13
 """Columns of a word of a bitmap, and its bytes with its rank and its part of the summaries."""
@@ -47,45 +47,31 @@ def check(matrix: Rows) -> int | None:
     )
 
 
-def find_pattern(
-    left: Rows, right: Rows, mask: Rows | None, max_bytes: int
-) -> tuple[Tensor, Tensor]:
+def find_pattern(call: ProductOperands) -> tuple[Tensor, Tensor]:
     """Return offsets, int64, and columns of the product, as `_torch.find_pattern` does."""
-    offsets, columns, _ = _find_rows(left, right, mask, None, None, max_bytes)
+    offsets, columns, _ = _find_rows(call, None, None)
     return offsets.long(), columns
 
 
 def find_product(
-    left: Rows,
-    right: Rows,
-    mask: Rows | None,
-    left_values: Tensor,
-    right_values: Tensor,
-    max_bytes: int,
+    call: ProductOperands, left_values: Tensor, right_values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return offsets, columns and values of the product, each row at once."""
-    offsets, columns, values = _find_rows(
-        left, right, mask, left_values.contiguous(), right_values.contiguous(), max_bytes
-    )
+    offsets, columns, values = _find_rows(call, left_values, right_values)
     assert values is not None, "there are values of the operands"
     return offsets, columns, values
 
 
 def _find_rows(
-    left: Rows,
-    right: Rows,
-    mask: Rows | None,
-    left_values: Tensor | None,
-    right_values: Tensor | None,
-    max_bytes: int,
+    call: ProductOperands, left_values: Tensor | None, right_values: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     library = _library()
     assert library is not None, "there is a path without the library"
-    call = _refer(
-        _Product.of(left, right, left_values, right_values, mask=mask, max_bytes=max_bytes)
-    )
+    left = call.left
+    product = _Product.of(left, call.right, left_values, right_values, call.max_bytes, call.mask)
+    struct = _refer(product)
     offsets, count = torch.empty_like(left.offsets), ctypes.c_int64()
-    found = library.penstock_find_rows(call, offsets.data_ptr(), ctypes.byref(count))
+    found = library.penstock_find_rows(struct, offsets.data_ptr(), ctypes.byref(count))
     if not found:
         raise MemoryError("the rows of the product do not fit in memory: take rows in parts")
     parts = (None, None, None)
@@ -96,61 +82,32 @@ def _find_rows(
         parts = (offsets, columns, values)
     finally:
         addresses = [None if each is None else each.data_ptr() for each in parts]
-        library.penstock_copy_rows(call, found, *addresses)
+        library.penstock_copy_rows(struct, found, *addresses)
     return offsets, columns, values
 
 
-def multiply(
-    left: Rows,
-    right: Rows,
-    result: Rows,
-    left_values: Tensor,
-    right_values: Tensor,
-    is_masked: bool,
-    max_bytes: int,
-) -> Tensor:
+def multiply(product: KnownProduct) -> Tensor:
     """Return the values of the product, as `_torch.multiply` does."""
     library = _library()
     assert library is not None, "there is a path without the library"
-    values = torch.empty(len(result.columns), dtype=left_values.dtype, device="cpu")
-    call = _Product.of(
-        *(left, right, left_values.contiguous(), right_values.contiguous()),
-        result=result,
-        values=values,
-        is_masked=is_masked,
-        max_bytes=max_bytes,
-    )
-    library.penstock_multiply(_refer(call))
+    values = product.left_values.new_empty(len(product.result.columns))
+    library.penstock_multiply(_refer(_Product.of_known(product, values)))
     return values
 
 
 def differentiate(
-    dvalues: Tensor,
-    left: Rows,
-    right: Rows,
-    result: Rows,
-    left_values: Tensor,
-    right_values: Tensor,
-    is_masked: bool,
-    max_bytes: int,
-    is_needed: tuple[bool, bool] = (True, True),
+    product: KnownProduct, dvalues: Tensor, is_needed: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of both operands' values, as `_torch.differentiate` does."""
     library = _library()
     assert library is not None, "there is a path without the library"
-    operands = (left_values.contiguous(), right_values.contiguous())
+    operands = (product.left_values, product.right_values)
     dleft, dright = (
-        torch.zeros_like(each) if needed else None
+        torch.zeros_like(each, memory_format=torch.contiguous_format) if needed else None
         for each, needed in zip(operands, is_needed, strict=True)
     )
-    call = _Product.of(
-        *(left, right, *operands),
-        result=result,
-        values=dvalues.contiguous(),
-        gradients=(dleft, dright),
-        is_masked=is_masked,
-        max_bytes=max_bytes,
-    )
+    call = _Product.of_known(product, dvalues.contiguous())
+    call = dataclasses.replace(call, left_gradient=dleft, right_gradient=dright)
     library.penstock_differentiate(_refer(call))
     return dleft, dright
 
@@ -195,28 +152,38 @@ class _Product:
         right: Rows,
         left_values: Tensor | None,
         right_values: Tensor | None,
-        *,
         max_bytes: int,
         mask: Rows | None = None,
-        result: Rows | None = None,
-        values: Tensor | None = None,
-        gradients: tuple[Tensor | None, Tensor | None] = (None, None),
-        is_masked: bool = False,
     ) -> _Product:
-        """Return a product; a mask and the pattern of the result are there or are not."""
+        """Return a product whose pattern is not known; there may be a mask and values."""
         return cls(
-            *(left.offsets, left.columns, left_values),
-            *(right.offsets, right.columns, right_values),
+            *(left.offsets, left.columns, _make_contiguous(left_values)),
+            *(right.offsets, right.columns, _make_contiguous(right_values)),
             *((None, None) if mask is None else (mask.offsets, mask.columns)),
-            *((None, None) if result is None else (result.offsets, result.columns)),
-            *(values, *gradients, left.num_rows, right.num_rows, right.num_columns),
+            *(None, None, None, None, None, left.num_rows, right.num_rows, right.num_columns),
             is_wide=left.columns.dtype == torch.int64,
             is_double=left_values is not None and left_values.dtype == torch.float64,
-            is_masked=is_masked,
+            is_masked=False,
             window_columns=window_columns(right.num_columns, max_bytes),
             max_bytes=max_bytes // 2,
             num_threads=torch.get_num_threads(),
         )
+
+    @classmethod
+    def of_known(cls, known: KnownProduct, values: Tensor) -> _Product:
+        """Return a product with its pattern, and its values or their gradient."""
+        values_of = (known.left_values, known.right_values)
+        return dataclasses.replace(
+            cls.of(known.left, known.right, *values_of, known.max_bytes),
+            offsets=known.result.offsets,
+            columns=known.result.columns,
+            values=values,
+            is_masked=known.is_masked,
+        )
+
+
+def _make_contiguous(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.contiguous()
 
 
 def _refer(call: _Product) -> object:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.compat.dynamo import mark_constant
 from penstock.ops.sparse import _native, _torch
-from penstock.ops.sparse._rows import Rows
+from penstock.ops.sparse._rows import KnownProduct, ProductOperands, Rows, read_tensors
 
 
 def name_kernels(values: Tensor) -> str:
@@ -52,11 +52,10 @@ def spgemm_pattern(indices: Sequence[Tensor], num_columns: int, max_bytes: int) 
         num_columns: Of B.
         max_bytes: Of the workspace.
     """
-    left, right, *masks = _read(indices, num_columns)
-    mask = masks[0] if masks else None
+    left, right, *masks = read_tensors(indices, num_columns)
+    call = ProductOperands(left, right, masks[0] if masks else None, max_bytes)
     is_native = left.columns.device.type == "cpu" and _native.is_available()
-    module = _native if is_native else _torch
-    return list(module.find_pattern(left, right, mask, max_bytes))
+    return list((_native if is_native else _torch).find_pattern(call))
 
 
 @spgemm_pattern.register_fake
@@ -67,23 +66,18 @@ def _(indices, num_columns, max_bytes):
 
 
 def find_product(
-    left: Rows,
-    right: Rows,
-    mask: Rows | None,
-    left_values: Tensor,
-    right_values: Tensor,
-    max_bytes: int,
+    call: ProductOperands, left_values: Tensor, right_values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return offsets, columns and values of a product, whose rows are found and summed at once."""
     module = kernels_for(left_values)
     if module is _native:
-        return _native.find_product(left, right, mask, left_values, right_values, max_bytes)
-    offsets, columns = _torch.find_pattern(left, right, mask, max_bytes)
+        return _native.find_product(call, left_values, right_values)
+    left, right = call.left, call.right
+    offsets, columns = _torch.find_pattern(call)
     result = Rows(offsets.to(columns.dtype), columns, left.num_rows, right.num_columns)
-    values = module.multiply(
-        left, right, result, left_values, right_values, mask is not None, max_bytes
-    )
-    return result.offsets, columns, values
+    rest = (call.mask is not None, call.max_bytes)
+    product = KnownProduct(left, right, result, left_values, right_values, *rest)
+    return result.offsets, columns, module.multiply(product)
 
 
 @torch.library.custom_op("penstock::spgemm_values", mutates_args=())
@@ -96,9 +90,10 @@ def spgemm_values(
     max_bytes: int,
 ) -> Tensor:
     """Return the values of a product, as `_torch.multiply` says."""
-    left, right, result = _read(indices, num_columns)
-    module = kernels_for(left_values)
-    return module.multiply(left, right, result, left_values, right_values, is_masked, max_bytes)
+    left, right, result = read_tensors(indices, num_columns)
+    values = (left_values, right_values)
+    product = KnownProduct(left, right, result, *values, is_masked, max_bytes)
+    return kernels_for(left_values).multiply(product)
 
 
 @torch.library.custom_op("penstock::spgemm_gradients", mutates_args=())
@@ -112,21 +107,10 @@ def spgemm_gradients(
     max_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of both operands' values, as `_torch.differentiate` says."""
-    left, right, result = _read(indices, num_columns)
-    module = kernels_for(left_values)
-    return module.differentiate(
-        dvalues, left, right, result, left_values, right_values, is_masked, max_bytes
-    )
-
-
-def _read(indices: Sequence[Tensor], num_columns: int) -> list[Rows]:
-    """Return A, B and what follows them, which has the shape of C."""
-    num_rows, num_inner = len(indices[0]) - 1, len(indices[2]) - 1
-    shapes = [(num_rows, num_inner), (num_inner, num_columns), (num_rows, num_columns)]
-    return [
-        Rows(offsets, columns, *shape)
-        for offsets, columns, shape in zip(indices[::2], indices[1::2], shapes, strict=False)
-    ]
+    left, right, result = read_tensors(indices, num_columns)
+    values = (left_values, right_values)
+    product = KnownProduct(left, right, result, *values, is_masked, max_bytes)
+    return kernels_for(left_values).differentiate(product, dvalues)
 
 
 @spgemm_values.register_fake

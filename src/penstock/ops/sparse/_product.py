@@ -5,7 +5,6 @@ An operator of torch for each step would take longer than the products of 10,000
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -13,45 +12,7 @@ from torch import Tensor
 
 from penstock.ops._operands import sum_dtype
 from penstock.ops.sparse import _operator
-from penstock.ops.sparse._rows import Rows, rows_of
-from penstock.units import parse_bytes
-
-_DEFAULT_BYTES = 64 * 2**20
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ProductOperands:
-    """Patterns of the operands and perhaps of a mask, with indices of one dtype, and a budget."""
-
-    left: Rows
-    right: Rows
-    mask: Rows | None
-    max_bytes: int
-
-    @classmethod
-    def of(
-        cls, left: Rows, right: Rows, mask: Rows | None, max_bytes: int | str | None
-    ) -> ProductOperands:
-        """Return the patterns of a call."""
-        budget = read_budget(max_bytes)
-        dtypes = {each.columns.dtype for each in (left, right)}
-        dtype = torch.int64 if torch.int64 in dtypes else torch.int32
-        mask = None if mask is None else mask.to(dtype)
-        return cls(left.to(dtype), right.to(dtype), mask, budget)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Offsets and columns of each, as operators take them."""
-        given = [each for each in (self.left, self.right, self.mask) if each is not None]
-        return [each for rows in given for each in (rows.offsets, rows.columns)]
-
-
-def read_budget(max_bytes: int | str | None) -> int:
-    """Return the bytes of a workspace."""
-    budget = _DEFAULT_BYTES if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
-    if budget < 1:
-        raise ValueError(f"max_bytes is {max_bytes!r}, but must be at least 1")
-    return budget
+from penstock.ops.sparse._rows import KnownProduct, ProductOperands, Rows, rows_of
 
 
 def multiply(
@@ -86,9 +47,7 @@ class _ProductNode(torch.autograd.Function):
         layout: torch.layout,
     ) -> Tensor:
         """Return the product."""
-        offsets, columns, values = _operator.find_product(
-            call.left, call.right, call.mask, left, right, call.max_bytes
-        )
+        offsets, columns, values = _operator.find_product(call, left, right)
         ctx.call = call
         ctx.save_for_backward(left, right, offsets, columns)
         result = Rows(offsets, columns, call.left.num_rows, call.right.num_columns)
@@ -108,9 +67,9 @@ class _ProductNode(torch.autograd.Function):
                 dvalues, left, right, indices, result.num_columns, *rest
             )
         else:
+            product = KnownProduct(call.left, call.right, result, left, right, *rest)
             found = _operator.kernels_for(left).differentiate(
-                *(dvalues, call.left, call.right, result, left, right, *rest),
-                is_needed=ctx.needs_input_grad[:2],
+                product, dvalues, ctx.needs_input_grad[:2]
             )
         return *found, None, None, None
 

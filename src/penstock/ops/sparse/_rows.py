@@ -1,15 +1,18 @@
-"""The pattern of a sparse matrix, as rows of sorted and unique columns."""
+"""Patterns of sparse matrices, as rows of sorted and unique columns, and products of them."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penstock._lazy import cached_property
 from penstock.compat.autograd import outlive_inference
+from penstock.units import parse_bytes
 
+_DEFAULT_BYTES = 64 * 2**20
 MOST_INDEX = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 
 
@@ -55,6 +58,74 @@ class Rows:
         if values.device.type == "cpu":  # each has a fixed order there, and not on the other
             return sums.index_add(0, self.place, values)
         return sums.index_put((self.place,), values, accumulate=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProductOperands:
+    """Patterns of the operands and perhaps of a mask, with indices of one dtype, and a budget."""
+
+    left: Rows
+    right: Rows
+    mask: Rows | None
+    max_bytes: int
+
+    @classmethod
+    def of(
+        cls, left: Rows, right: Rows, mask: Rows | None, max_bytes: int | str | None
+    ) -> ProductOperands:
+        """Return the patterns of a call."""
+        budget = read_budget(max_bytes)
+        dtypes = {each.columns.dtype for each in (left, right)}
+        dtype = torch.int64 if torch.int64 in dtypes else torch.int32
+        mask = None if mask is None else mask.to(dtype)
+        return cls(left.to(dtype), right.to(dtype), mask, budget)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Offsets and columns of each, as operators take them."""
+        given = [each for each in (self.left, self.right, self.mask) if each is not None]
+        return [each for rows in given for each in (rows.offsets, rows.columns)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KnownProduct:
+    """A product of values, C = A B, whose pattern is known.
+
+    Attributes:
+        left: The pattern of A.
+        right: That of B.
+        result: That of C.
+        left_values: Of A, float32 or float64.
+        right_values: Of B, of the same dtype.
+        is_masked: Whether products may lie outside of the pattern of C, which are left out.
+        max_bytes: Of the workspace.
+    """
+
+    left: Rows
+    right: Rows
+    result: Rows
+    left_values: Tensor
+    right_values: Tensor
+    is_masked: bool
+    max_bytes: int
+
+
+def read_tensors(indices: Sequence[Tensor], num_columns: int) -> list[Rows]:
+    """Return A, B and what follows them, which has the shape of C, of `ProductOperands.tensors`."""
+    num_rows, num_inner = len(indices[0]) - 1, len(indices[2]) - 1
+    shapes = [(num_rows, num_inner), (num_inner, num_columns), (num_rows, num_columns)]
+    return [
+        Rows(offsets, columns, *shape)
+        for offsets, columns, shape in zip(indices[::2], indices[1::2], shapes, strict=False)
+    ]
+
+
+def read_budget(max_bytes: int | str | None) -> int:
+    """Return the bytes of a workspace."""
+    budget = _DEFAULT_BYTES if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
+    if budget < 1:
+        raise ValueError(f"max_bytes is {max_bytes!r}, but must be at least 1")
+    return budget
 
 
 def check_count(count: int, dtype: torch.dtype) -> None:

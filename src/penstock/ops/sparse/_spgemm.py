@@ -12,8 +12,8 @@ from penstock.compat.dynamo import run_uncompiled
 from penstock.ops._operands import check_operand, check_together, sum_dtype
 from penstock.ops.sparse._operands import read_operand
 from penstock.ops.sparse._operator import spgemm_pattern, spgemm_values
-from penstock.ops.sparse._product import ProductOperands, assemble, multiply, read_budget
-from penstock.ops.sparse._rows import Rows
+from penstock.ops.sparse._product import assemble, multiply
+from penstock.ops.sparse._rows import ProductOperands, Rows, read_budget
 
 _UNCOMPILED = "sparse tensors are not traced; `ProductPattern.multiply` has dense operands"
 

@@ -12,7 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.ops.sparse._rows import Rows, check_count, rows_of
+from penstock.ops.sparse._rows import (
+    KnownProduct,
+    ProductOperands,
+    Rows,
+    check_count,
+    rows_of,
+)
 
 _PRODUCT_BYTES = 64
 """Of an expanded product: its entries in both operands, its key, and what sorting it takes."""
@@ -28,21 +34,16 @@ class _Products(NamedTuple):
     keys: Tensor
 
 
-def find_pattern(
-    left: Rows, right: Rows, mask: Rows | None, max_bytes: int
-) -> tuple[Tensor, Tensor]:
+def find_pattern(call: ProductOperands) -> tuple[Tensor, Tensor]:
     """Return the pattern of a product: offsets, int64, and sorted columns of each row.
 
-    Args:
-        left: A, `(m, k)`.
-        right: B, `(k, n)`.
-        mask: `(m, n)`: entries outside are left out; None for none.
-        max_bytes: Of the workspace. One row of the result is taken at least.
+    Entries outside of the mask are left out. One row of the result is taken at least.
     """
+    left, right, mask = call.left, call.right, call.mask
     counts = left.offsets.new_zeros(left.num_rows + 1, dtype=torch.int64)
     columns = []
     mask_keys = None if mask is None else _keys(mask)
-    for window in _expand(left, right, max_bytes):
+    for window in _expand(left, right, call.max_bytes):
         keys = window.keys.unique()
         if mask_keys is not None:
             keys = keys[_find(mask_keys, keys)[1]]
@@ -58,28 +59,11 @@ def find_pattern(
     return counts, torch.cat(columns)
 
 
-def multiply(
-    left: Rows,
-    right: Rows,
-    result: Rows,
-    left_values: Tensor,
-    right_values: Tensor,
-    is_masked: bool,
-    max_bytes: int,
-) -> Tensor:
-    """Return the values of a product, c_ij = sum_k a_ik b_kj.
-
-    Args:
-        left: A.
-        right: B.
-        result: The pattern of C.
-        left_values: Of A, float32 or float64.
-        right_values: Of B, of the same dtype.
-        is_masked: Whether products may lie outside of the pattern, which are left out.
-        max_bytes: Of the workspace.
-    """
-    values, keys = left_values.new_zeros(len(result.columns)), _keys(result)
-    for window in _expand(left, right, max_bytes):
+def multiply(product: KnownProduct) -> Tensor:
+    """Return the values of a product, c_ij = sum_k a_ik b_kj."""
+    left_values, right_values = product.left_values, product.right_values
+    values, keys = left_values.new_zeros(len(product.result.columns)), _keys(product.result)
+    for window in _expand(product.left, product.right, product.max_bytes):
         place, is_found = _find(keys, window.keys)
         products = left_values[window.left] * right_values[window.right]
         _add_at(values, place, products.where(is_found, 0.0))
@@ -87,25 +71,19 @@ def multiply(
 
 
 def differentiate(
-    dvalues: Tensor,
-    left: Rows,
-    right: Rows,
-    result: Rows,
-    left_values: Tensor,
-    right_values: Tensor,
-    is_masked: bool,
-    max_bytes: int,
-    is_needed: tuple[bool, bool] = (True, True),
+    product: KnownProduct, dvalues: Tensor, is_needed: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of both operands' values, None for one that is not needed.
 
         dA_ik = sum_j dC_ij b_kj        dB_kj = sum_i a_ik dC_ij
 
-    `dvalues` is the gradient of the result's values, and all else is as `multiply` got it.
+    `dvalues` is the gradient of the result's values.
     """
+    left_values, right_values = product.left_values, product.right_values
     dleft, dright = torch.zeros_like(left_values), torch.zeros_like(right_values)
-    keys = _keys(result)
-    for window in _expand(left, right, max_bytes) if len(keys) else ():
+    keys = _keys(product.result)
+    windows = _expand(product.left, product.right, product.max_bytes)
+    for window in windows if len(keys) else ():
         place, is_found = _find(keys, window.keys)
         given = dvalues[place].where(is_found, 0.0)
         _add_at(dleft, window.left, given * right_values[window.right])

@@ -16,7 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.codegen import Run, TritonLaunch, launch, use_device
-from penstock.ops.deform._shapes import DeformGeometry, count_offset_groups, count_taps
+from penstock.ops.deform._shapes import (
+    DeformGeometry,
+    DeformInputs,
+    count_offset_groups,
+    count_taps,
+)
 from penstock.ops.deform.triton import _kernels
 
 _WINDOW_BYTES = 32 * 2**20  # of the columns' gradients
@@ -78,15 +83,9 @@ class DeformSizes(NamedTuple):
     precision: Any
 
 
-def sizes_of(
-    x: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    geometry: DeformGeometry,
-) -> DeformSizes:
+def sizes_of(given: DeformInputs) -> DeformSizes:
     """Return the constants of a call as plain numbers."""
+    x, offset, weight, bias, mask, geometry = given
     of_group, offset_groups = weight.shape[1], count_offset_groups(offset, weight)
     of_offset = x.shape[1] // offset_groups
     segment = math.gcd(of_group, of_offset)
@@ -139,19 +138,10 @@ def _as_constants(sizes: DeformSizes) -> DeformSizes:
     return DeformSizes(*(tl.constexpr(each) for each in sizes))
 
 
-def forward(
-    x: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    geometry: DeformGeometry,
-    *,
-    run: Run = launch,
-) -> Tensor:
+def forward(given: DeformInputs, *, run: Run = launch) -> Tensor:
     """Return the output as `_torch.forward` does; `run` takes the launch."""
-    sizes = sizes_of(x, offset, weight, bias, mask, geometry)
-    out = x.new_empty(len(x), len(weight), sizes.out_height, sizes.out_width)
+    x, offset, weight, bias, mask, _ = given
+    sizes, out = sizes_of(given), given.new_output()
     out_tiles = -(-sizes.outs_of_group // sizes.tile_outs)
     groups = x.shape[1] // sizes.of_group
     pixels = sizes.out_height * sizes.out_width
@@ -172,12 +162,7 @@ def forward(
 
 def backward(
     dout: Tensor,
-    x: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    geometry: DeformGeometry,
+    given: DeformInputs,
     *,
     run: Run = launch,
     window_bytes: int = _WINDOW_BYTES,
@@ -187,7 +172,8 @@ def backward(
     `run` takes the launches: one of weights, and for each window one of places and at most one of
     pixels.
     """
-    sizes = sizes_of(x, offset, weight, bias, mask, geometry)
+    x, offset, weight, bias, mask, _ = given
+    sizes = sizes_of(given)
     dx = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     doffset = torch.empty(offset.shape, dtype=torch.float32, device=x.device)
     dmask = None if mask is None else torch.empty_like(doffset[:, ::2].contiguous())

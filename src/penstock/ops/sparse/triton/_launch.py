@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.codegen import Run, TritonLaunch, launch, use_device
-from penstock.ops.sparse._rows import Rows, offsets_of, rows_of
+from penstock.ops.sparse._rows import KnownProduct, Rows, offsets_of, rows_of
 from penstock.ops.sparse.triton import _kernels
 
 _BLOCK = 128  # entries of a program
@@ -99,69 +99,44 @@ class Sampling:
         return out
 
 
-def plan_values(
-    left: Rows, right: Rows, result: Rows, left_values: Tensor, right_values: Tensor
-) -> Sampling:
+def plan_values(product: KnownProduct) -> Sampling:
     """Return the sampling of the values of a product."""
-    lists = Lists(left.offsets, left.columns, left.columns, left_values.contiguous())
-    table = SampledTable(right.offsets, right.columns, right_values.contiguous())
-    return Sampling(result, lists, table, is_by_column=False, has_order=False)
+    left, right = product.left, product.right
+    lists = Lists(left.offsets, left.columns, left.columns, product.left_values.contiguous())
+    table = SampledTable(right.offsets, right.columns, product.right_values.contiguous())
+    return Sampling(product.result, lists, table, is_by_column=False, has_order=False)
 
 
-def plan_gradients(
-    dvalues: Tensor,
-    left: Rows,
-    right: Rows,
-    result: Rows,
-    left_values: Tensor,
-    right_values: Tensor,
-) -> tuple[Sampling, Sampling]:
+def plan_gradients(product: KnownProduct, dvalues: Tensor) -> tuple[Sampling, Sampling]:
     """Return the samplings of the gradients of both operands."""
+    left, right, result = product.left, product.right, product.result
     table = SampledTable(result.offsets, result.columns, dvalues.contiguous())
-    lists = Lists(right.offsets, right.columns, right.columns, right_values.contiguous())
+    lists = Lists(right.offsets, right.columns, right.columns, product.right_values.contiguous())
     order = left.columns.argsort(stable=True)
     dtype = left.columns.dtype
     offsets = offsets_of(left.columns[order], left.num_columns).to(dtype)
-    transposed = Lists(
-        offsets, rows_of(left)[order].to(dtype), order.to(dtype), left_values.contiguous()
-    )
+    values = product.left_values.contiguous()
+    transposed = Lists(offsets, rows_of(left)[order].to(dtype), order.to(dtype), values)
     return (
         Sampling(left, lists, table, is_by_column=True, has_order=False),
         Sampling(right, transposed, table, is_by_column=False, has_order=True),
     )
 
 
-def multiply(
-    left: Rows,
-    right: Rows,
-    result: Rows,
-    left_values: Tensor,
-    right_values: Tensor,
-    is_masked: bool,
-    max_bytes: int,
-    *,
-    run: Run = launch,
-) -> Tensor:
+def multiply(product: KnownProduct, *, run: Run = launch) -> Tensor:
     """Return the values of a product as `_torch.multiply` does; `run` takes the launch."""
-    return plan_values(left, right, result, left_values, right_values).compute(run)
+    return plan_values(product).compute(run)
 
 
 def differentiate(
+    product: KnownProduct,
     dvalues: Tensor,
-    left: Rows,
-    right: Rows,
-    result: Rows,
-    left_values: Tensor,
-    right_values: Tensor,
-    is_masked: bool,
-    max_bytes: int,
     is_needed: tuple[bool, bool] = (True, True),
     *,
     run: Run = launch,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients as `_torch.differentiate` does; `run` takes the launches."""
-    given = (dvalues, left, right, result, left_values, right_values)
-    of_left, of_right = plan_gradients(*given)
+    of_left, of_right = plan_gradients(product, dvalues)
     return (
         of_left.compute(run) if is_needed[0] else None,
         of_right.compute(run) if is_needed[1] else None,
