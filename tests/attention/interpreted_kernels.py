@@ -16,6 +16,7 @@ from attention_cases import Pattern, blocks, causal, documents, operands, relati
 from kernel_bytes.attention import BlockBytes
 from penstock.attention import Layout, _paths, _torch, blocksparse, blocksparse_report
 from penstock.attention import triton as kernels
+from penstock.attention._operands import BlockOperands
 from penstock.attention.triton import _launch
 from penstock.attention.triton._launch import BlockTile
 from penstock.codegen import count_bytes
@@ -53,8 +54,9 @@ def run_both(pattern: Pattern, given: list[Tensor]) -> tuple[list[Tensor], list[
     for module, dtype in ((kernels, given[0].dtype), (_torch, torch.float64)):
         q, k, v = (each.detach().to(dtype) for each in given[:3])
         bias = given[3].detach().to(_torch.sum_dtype(q)) if len(given) > 3 else None
-        out, lse = module.forward(q, k, v, pattern.layout, bias, scale)
-        grads = module.backward(dout.to(dtype), q, k, v, out, lse, pattern.layout, bias, scale)
+        call = BlockOperands(q, k, v, pattern.layout, bias, scale)
+        out, lse = module.forward(call)
+        grads = module.backward(dout.to(dtype), call, out, lse)
         results.append([out, lse, *(each for each in grads if each is not None)])
     return results[0], results[1]
 
@@ -143,7 +145,7 @@ def test_a_number_that_is_none_is_not_hidden():
     pattern = documents([40, 24], 16, True, None)
     q, k, v = (each.detach() for each in operands(pattern, dtype=FLOAT))
     k[0, 0, 50] = torch.nan
-    out, _ = kernels.forward(q, k, v, pattern.layout, None, 0.2)
+    out, _ = kernels.forward(BlockOperands(q, k, v, pattern.layout, None, 0.2))
     assert bool(out[0, :2, 50:].isnan().all())
     assert bool(out[0, :2, :48].isfinite().all()) and bool(out[0, 2:].isfinite().all())
 
@@ -187,8 +189,9 @@ def test_the_operator_takes_the_kernels(monkeypatch: pytest.MonkeyPatch):
 def test_nothing_is_launched_for_an_empty_batch():
     layout = Layout.window(20, 9, 16)
     q = torch.zeros(0, 4, 20, 16)
-    out, lse = kernels.forward(q, q, q, layout, None, 0.2)
-    grads = kernels.backward(out, q, q, q, out, lse, layout, None, 0.2)
+    call = BlockOperands(q, q, q, layout, None, 0.2)
+    out, lse = kernels.forward(call)
+    grads = kernels.backward(out, call, out, lse)
     assert [each.shape for each in (out, *grads[:3]) if each is not None] == [q.shape] * 4
 
 
@@ -212,10 +215,10 @@ def test_bytes_are_those_of_the_formula(dtype, has_bias, tile, monkeypatch):
         q, k, v, bias = (*(each.detach() for each in given), None)[:4]
         bias = None if bias is None else bias.float()
         model = BlockBytes(q=q, k=k, v=v, layout=pattern.layout, has_bias=has_bias)
-        call = (q, k, v, pattern.layout, bias, 0.3)
-        assert count_bytes(lambda: kernels.forward(*call)) == model.forward()  # noqa: B023
+        call = BlockOperands(q, k, v, pattern.layout, bias, 0.3)
+        assert count_bytes(lambda: kernels.forward(call)) == model.forward()  # noqa: B023
         out, lse = torch.zeros(*q.shape[:3], 16, dtype=dtype), torch.zeros(q.shape[:3])
         found = count_bytes(
-            lambda: kernels.backward(out, q, k, v, out, lse, *call[3:])  # noqa: B023
+            lambda: kernels.backward(out, call, out, lse)  # noqa: B023
         )
         assert found == model.backward()

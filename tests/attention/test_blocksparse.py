@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention_cases import Pattern, dense_attention, documents, operands, patterns
 from penstock.attention import Layout, _native, _torch, blocksparse, blocksparse_report
+from penstock.attention._operands import BlockOperands
 from penstock.attention._operator import blocksparse_backward, blocksparse_forward
 
 
@@ -43,9 +44,10 @@ def test_the_path_without_kernels_is_the_oracle(
     q, k, v, bias = [*given, None][:4]
     expected = _torch.attend(q, k, v, pattern.layout, bias, 0.3)
     with torch.no_grad():
-        out, lse = _torch.forward(q, k, v, pattern.layout, bias, 0.3)
+        call = BlockOperands(q, k, v, pattern.layout, bias, 0.3)
+        out, lse = _torch.forward(call)
         dout = torch.randn_like(out)
-        found = _torch.backward(dout, q, k, v, out, lse, pattern.layout, bias, 0.3)
+        found = _torch.backward(dout, call, out, lse)
     assert torch.allclose(out, expected, rtol=0, atol=1e-12)
     seen = pattern.mask.any(-1).expand(lse.shape)
     assert torch.equal(lse == -torch.inf, ~seen)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention_cases import Pattern, documents, operands, patterns, relative_error
 from penstock.attention import Layout, _native, _torch
+from penstock.attention._operands import BlockOperands
 
 TOLERANCES = {  # of norms, relative
     torch.float64: 1e-13,
@@ -36,8 +37,9 @@ def run_both(
     for kernels, dtype in ((_native, given[0].dtype), (_torch, torch.float64)):
         q, k, v = (each.detach().to(dtype) for each in given[:3])
         bias = given[3].detach().to(_torch.sum_dtype(q)) if len(given) > 3 else None
-        out, lse = kernels.forward(q, k, v, pattern.layout, bias, 0.2)
-        grads = kernels.backward(dout.to(dtype), q, k, v, out, lse, pattern.layout, bias, 0.2)
+        call = BlockOperands(q, k, v, pattern.layout, bias, 0.2)
+        out, lse = kernels.forward(call)
+        grads = kernels.backward(dout.to(dtype), call, out, lse)
         results.append([out, *(each for each in grads if each is not None)])
     return results[0], results[1]
 
@@ -167,7 +169,7 @@ def test_a_number_that_is_none_is_not_hidden():
     q, k, v = operands(pattern, dtype=torch.float32)
     with torch.no_grad():
         k[0, 0, 50] = torch.nan
-    out, _ = _native.forward(q, k, v, pattern.layout, None, 0.2)
+    out, _ = _native.forward(BlockOperands(q, k, v, pattern.layout, None, 0.2))
     assert bool(out[0, :2, 50:].isnan().all())
     assert bool(out[0, :2, :48].isfinite().all()) and bool(out[0, 2:].isfinite().all())
 
@@ -181,7 +183,7 @@ def test_lists_that_lead_out_of_the_operands_are_refused(name: str, value: int):
     q, k, v = operands(Pattern(layout, layout.token_mask()), dtype=torch.float32)
     getattr(layout, name).view(-1)[-1] = value
     with pytest.raises(ValueError, match="beyond the operands"):
-        _native.forward(q, k, v, layout, None, 0.2)
+        _native.forward(BlockOperands(q, k, v, layout, None, 0.2))
 
 
 @pytest.mark.parametrize(

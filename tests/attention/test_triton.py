@@ -72,6 +72,7 @@ def record_launches(
     dtype: torch.dtype, dims: tuple[int, int], block: int, *, has_bias: bool
 ) -> list[Any]:
     """The launches of a call with 2 KV heads of 4 query heads each, forward and backward."""
+    from penstock.attention._operands import BlockOperands
     from penstock.attention.triton import backward, forward
 
     layout, (dim, value_dim) = Layout.causal(2 * block, block), dims
@@ -80,8 +81,9 @@ def record_launches(
     bias = torch.empty(8, 2 * block)[None] if has_bias else None
     out, lse = torch.empty(1, 8, 2 * block, value_dim, dtype=dtype), torch.empty(1, 8, 2 * block)
     found: list[Any] = []
-    forward(q, k, v, layout, bias, 0.1, run=found.append)
-    backward(out, q, k, v, out, lse, layout, bias, 0.1, run=found.append)
+    call = BlockOperands(q, k, v, layout, bias, 0.1)
+    forward(call, run=found.append)
+    backward(out, call, out, lse, run=found.append)
     return found
 
 

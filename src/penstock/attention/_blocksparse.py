@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from penstock.attention._layout import Layout
-from penstock.attention._operands import sum_dtype
+from penstock.attention._operands import BlockOperands, sum_dtype
 from penstock.attention._operator import attend_directly, blocksparse_forward
 from penstock.attention._paths import choose_path
 from penstock.attention._torch import attend
@@ -70,7 +70,7 @@ def _attend(
         if not torch.compiler.is_compiling() and is_transformed():
             return attend(q, k, v, layout, bias, factor)
         if is_eager(q, k, v, bias):
-            return attend_directly(q, k, v, bias, layout, factor)
+            return attend_directly(BlockOperands(q, k, v, layout, bias, factor))
         return blocksparse_forward(q, k, v, bias, layout.arrays, layout.block, factor)[0]
     return scaled_dot_product_attention(
         q,

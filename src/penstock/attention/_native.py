@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.attention._layout import Layout
 from penstock.attention._operands import (
+    BlockOperands,
     empty_gradient,
     empty_results,
     sum_dtype,
@@ -38,32 +38,22 @@ def is_available() -> bool:
     return _library() is not None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(given: BlockOperands) -> tuple[Tensor, Tensor]:
     """Return the attention and the log-sum-exp of its scores, as `_torch.forward` does."""
-    out, lse = empty_results(q, v)
-    _call(q, k, v, layout, bias, scale, out=out, lse=lse)
+    out, lse = empty_results(given.q, given.v)
+    _call(given, out=out, lse=lse)
     return out, lse
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: Layout,
-    bias: Tensor | None,
-    scale: float,
+    dout: Tensor, given: BlockOperands, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the bias, as `_torch.backward` does."""
+    q, k, v, _, bias, _ = given
     grads = {"dq": empty_gradient(q), "dk": empty_gradient(k), "dv": empty_gradient(v)}
     if bias is not None:
         grads["dbias"] = torch.empty(bias.shape, dtype=sum_dtype(q), device="cpu")
-    delta = torch.empty_like(lse)
-    _call(q, k, v, layout, bias, scale, dout=dout, out=out, lse=lse, delta=delta, **grads)
+    _call(given, dout=dout, out=out, lse=lse, delta=torch.empty_like(lse), **grads)
     return grads["dq"], grads["dk"], grads["dv"], grads.get("dbias")
 
 
@@ -76,28 +66,18 @@ def does_sweep(num_heads: int, num_threads: int) -> bool:
     return most * _SWEEP_PRODUCTS * num_threads <= num_heads * _TWO_PASS_PRODUCTS
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    bias: Tensor | None,
-    scale: float,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    **others: Tensor,
-) -> None:
+def _call(given: BlockOperands, **others: Tensor) -> None:
     """Compute the output, or with `dout` among the others the gradients, in place."""
+    q, k, v, layout, bias, scale = given
     operands = {"q": q, "k": k, "v": v, "bias": bias, "dout": others.pop("dout", None)}
     read = {
         name: None if each is None else with_whole_rows(each) for name, each in operands.items()
     }
-    given = {**read, "out": out, "lse": lse, **others}
+    named = {**read, **others}
     names = ("q", "k", "v", "dout", "out", "lse", "bias", "delta", "dq", "dk", "dv", "dbias")
-    pointers = [_pointer(given.get(name)) for name in names]
+    pointers = [_pointer(named.get(name)) for name in names]
     strided = ("q", "k", "v", "dout", "out", "dq", "dk", "dv", "bias")
-    strides = [stride for name in strided for stride in _strides(given.get(name))]
+    strides = [stride for name in strided for stride in _strides(named.get(name))]
     num_threads = torch.get_num_threads()
     sweeps = does_sweep(k.shape[0] * k.shape[1], num_threads)
     arguments = _pack(

@@ -1,9 +1,34 @@
-"""Memory of operands, results and gradients, the same for all paths."""
+"""Operands of a call, and the memory of results and gradients, the same for all paths."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from penstock.attention._layout import Layout
+
+
+class BlockOperands(NamedTuple):
+    """Operands of block-sparse attention, checked.
+
+    Attributes:
+        q: `(B, Hq, N, d)`, float16, bfloat16, float32 or float64, of any strides.
+        k: `(B, H, M, d)`, of the same dtype; H divides Hq, and query heads `h * G` to `h * G + G`
+            share KV head h.
+        v: `(B, H, M, dv)`, of the same dtype.
+        layout: The blocks, on the device of q; of 1 head or Hq.
+        bias: `(B, Hq, M)`, float64 where q is and else float32; strides may be 0. None for none.
+        scale: Factor of the products.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: Layout
+    bias: Tensor | None
+    scale: float
 
 
 def sum_dtype(q: Tensor) -> torch.dtype:

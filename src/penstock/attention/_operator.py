@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from penstock.attention._layout import Layout
-from penstock.attention._operands import empty_gradient, empty_results
+from penstock.attention._operands import BlockOperands, empty_gradient, empty_results
 from penstock.attention._paths import kernels_for
 from penstock.compat.autograd import is_eager
 
@@ -32,7 +32,8 @@ def blocksparse_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return attention and its log-sum-exp, as `_torch.forward` says."""
-    return kernels_for(q).forward(q, k, v, Layout.of_arrays(arrays, block), bias, scale)
+    layout = Layout.of_arrays(arrays, block)
+    return kernels_for(q).forward(BlockOperands(q, k, v, layout, bias, scale))
 
 
 def _backward(
@@ -48,8 +49,8 @@ def _backward(
     scale: float,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v and, where there is one, of the bias."""
-    layout = Layout.of_arrays(arrays, block)
-    grads = kernels_for(q).backward(dout, q, k, v, out, lse, layout, bias, scale)
+    given = BlockOperands(q, k, v, Layout.of_arrays(arrays, block), bias, scale)
+    grads = kernels_for(q).backward(dout, given, out, lse)
     return [each for each in grads if each is not None]
 
 
@@ -96,30 +97,22 @@ class _BlockSparse(torch.autograd.Function):
     """The operators as `attend_directly` has them."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        layout: Layout,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        found = kernels_for(q).forward(q, k, v, layout, bias, scale)
+    def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, layout, bias, scale = given = BlockOperands(*operands)
+        found = kernels_for(q).forward(given)
         _keep(ctx, (q, k, v, bias, layout.arrays, layout.block, scale), found)
         return found
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         dout, dlse = grad_outputs
-        return *_differentiate(ctx, dout, dlse)[:4], None, None
+        dq, dk, dv, dbias, *_ = _differentiate(ctx, dout, dlse)
+        return dq, dk, dv, None, dbias, None
 
 
-def attend_directly(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, layout: Layout, scale: float
-) -> Tensor:
+def attend_directly(given: BlockOperands) -> Tensor:
     """Return the attention without the dispatcher, with gradients; for calls that are eager."""
-    return _BlockSparse.apply(q, k, v, bias, layout, scale)[0]
+    return _BlockSparse.apply(*given)[0]
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:

@@ -12,36 +12,25 @@ import torch
 from torch import Tensor
 
 from penstock.attention._layout import Layout
-from penstock.attention._operands import empty_gradient, empty_results, sum_dtype
+from penstock.attention._operands import BlockOperands, empty_gradient, empty_results, sum_dtype
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(given: BlockOperands) -> tuple[Tensor, Tensor]:
     """Return the attention and the log-sum-exp of its scores.
 
         s_ij = scale q_i . k_j + bias_j    lse_i = log sum_j exp(s_ij)
         out_i = sum_j exp(s_ij - lse_i) v_j
-
-    Args:
-        q: `(B, Hq, N, d)`, float16, bfloat16, float32 or float64, of any strides.
-        k: `(B, H, M, d)`, of the same dtype; H divides Hq, and query heads `h * G` to `h * G + G`
-            share KV head h.
-        v: `(B, H, M, dv)`, of the same dtype.
-        layout: The blocks, on the device of q; of 1 head or Hq.
-        bias: `(B, Hq, M)`, float64 where q is and else float32; strides may be 0. None for none.
-        scale: Factor of the products.
 
     Returns:
         `(B, Hq, N, dv)` of the dtype of q, and `(B, Hq, N)`, float64 where q is and else float32.
         A query that sees nothing has the output 0 and the log-sum-exp -inf. The output lies in
         memory as `(B, N, Hq, dv)`.
     """
-    out, lse = empty_results(q, v)
-    for head, rows, keys, visible in _rows_of(q, k, layout):
-        kv_head = head * k.shape[1] // q.shape[1]
-        of_q, of_k, of_v, of_bias = _gather(q, k, v, bias, head, kv_head, rows, keys)
-        scores = _score(of_q, of_k, of_bias, scale).masked_fill(~visible, -torch.inf)
+    q = given.q
+    out, lse = empty_results(q, given.v)
+    for head, rows, keys, visible in _rows_of(given):
+        of_v, _, _, scores = _score(given, head, rows, keys)
+        scores = scores.masked_fill(~visible, -torch.inf)
         of_rows = scores.logsumexp(-1, keepdim=True)
         weights = (scores - of_rows.masked_fill(of_rows == -torch.inf, 0.0)).exp()
         out[:, head, rows], lse[:, head, rows] = (weights @ of_v).to(q.dtype), of_rows[..., 0]
@@ -49,32 +38,23 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: Layout,
-    bias: Tensor | None,
-    scale: float,
+    dout: Tensor, given: BlockOperands, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the bias, in their shapes and dtypes.
 
     `dout` is the gradient of the output, `(B, Hq, N, dv)`, of any strides; `out` and `lse` are the
-    results of `forward`, and all else is as `forward` got it. The gradient of the bias is
-    contiguous; it is None where there is no bias.
+    results of `forward`. The gradient of the bias is contiguous; it is None where there is no bias.
     """
+    q, k, v, _, bias, scale = given
     dtype = sum_dtype(q)
     dq, dk, dv = (empty_gradient(each, dtype).zero_() for each in (q, k, v))
     dbias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=q.device)
     # delta_i = sum_j P_ij dP_ij = dO_i . O_i;  dS = P (dP - delta), where dP = dO V'
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of queries that see nothing
-    for head, rows, keys, visible in _rows_of(q, k, layout):
+    for head, rows, keys, visible in _rows_of(given):
         kv_head = head * k.shape[1] // q.shape[1]
-        of_q, of_k, of_v, of_bias = _gather(q, k, v, bias, head, kv_head, rows, keys)
-        scores = _score(of_q, of_k, of_bias, scale)
+        of_v, of_q, of_k, scores = _score(given, head, rows, keys)
         weights = (scores - lse[:, head, rows, None]).exp().masked_fill(~visible, 0.0)
         of_out = dout[:, head, rows].to(dtype)
         dscores = weights * (of_out @ of_v.mT - delta[:, head, rows, None])
@@ -93,11 +73,10 @@ def attend(
 
     The graph keeps the weights of all listed blocks.
     """
+    given = BlockOperands(q, k, v, layout, bias, scale)
     by_head: list[list[Tensor]] = [[] for _ in range(q.shape[1])]
-    for head, rows, keys, visible in _rows_of(q, k, layout):
-        kv_head = head * k.shape[1] // q.shape[1]
-        of_q, of_k, of_v, of_bias = _gather(q, k, v, bias, head, kv_head, rows, keys)
-        scores = _score(of_q, of_k, of_bias, scale)
+    for head, rows, keys, visible in _rows_of(given):
+        of_v, _, _, scores = _score(given, head, rows, keys)
         # A row without keys has scores of 0, and then no weights: no NaN has a gradient.
         hidden = ~visible | (scores == -torch.inf)
         has_keys = ~hidden.all(-1, keepdim=True)
@@ -107,8 +86,9 @@ def attend(
     return torch.stack([torch.cat(each, 1) for each in by_head], 1).to(q.dtype)
 
 
-def _rows_of(q: Tensor, k: Tensor, layout: Layout) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+def _rows_of(given: BlockOperands) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
     """Return of each head and query block the queries, the keys, and which see which."""
+    q, k, _, layout, *_ = given
     block, num_queries, num_keys = layout.block, q.shape[2], k.shape[2]
     offsets, token = layout.row_offsets.tolist(), torch.arange(block, device=q.device)
     for head in range(q.shape[1]):
@@ -123,23 +103,15 @@ def _rows_of(q: Tensor, k: Tensor, layout: Layout) -> Iterator[tuple[int, slice,
             yield head, rows, keys, visible & (query < layout.end_query[keys])
 
 
-def _gather(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    head: int,
-    kv_head: int,
-    rows: slice,
-    keys: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the operands of one query block, in the dtype of sums."""
-    dtype = sum_dtype(q)
+def _score(
+    given: BlockOperands, head: int, rows: slice, keys: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return values, queries and keys of one query block, in the dtype of sums, and the scores."""
+    q, k, v, _, bias, scale = given
+    dtype, kv_head = sum_dtype(q), head * k.shape[1] // q.shape[1]
+    of_q = q[:, head, rows].to(dtype)
     of_k, of_v = (each[:, kv_head].index_select(1, keys).to(dtype) for each in (k, v))
-    of_bias = None if bias is None else bias[:, head].index_select(1, keys).to(dtype)
-    return q[:, head, rows].to(dtype), of_k, of_v, of_bias
-
-
-def _score(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    scores = scale * (q @ k.mT)
-    return scores if bias is None else scores + bias[:, None]
+    scores = scale * (of_q @ of_k.mT)
+    if bias is not None:
+        scores = scores + bias[:, head].index_select(1, keys).to(dtype)[:, None]
+    return of_v, of_q, of_k, scores

@@ -9,8 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.attention._csr import Ranges
-from penstock.attention._layout import Layout
-from penstock.attention._operands import empty_gradient, empty_results, with_whole_rows
+from penstock.attention._operands import (
+    BlockOperands,
+    empty_gradient,
+    empty_results,
+    with_whole_rows,
+)
 from penstock.attention.triton import _kernels
 from penstock.codegen import Run, TritonLaunch, launch, use_device
 
@@ -121,114 +125,80 @@ def choose_tile(kernel: Any, q: Tensor, v: Tensor, block: int) -> BlockTile:
     return BlockTile(queries, keys, num_warps, 1 if torch.version.hip else tile.num_stages)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    bias: Tensor | None,
-    scale: float,
-    *,
-    run: Run = launch,
-) -> tuple[Tensor, Tensor]:
+def forward(given: BlockOperands, *, run: Run = launch) -> tuple[Tensor, Tensor]:
     """Return the attention and the log-sum-exp of its scores, as `_torch.forward` does.
 
-    Args:
-        q: As there, like all others; float16, bfloat16 or float32.
-        k: Keys.
-        v: Values.
-        layout: The blocks. Lists that lead out of the operands are not noticed.
-        bias: The bias, float32.
-        scale: Factor of the products.
-        run: Takes the launch.
+    Operands are float16, bfloat16 or float32, and the bias float32. Lists of the layout that lead
+    out of the operands are not noticed. `run` takes the launch.
     """
-    out, lse = empty_results(q, v)
-    read = (*(_operand(each) for each in (q, k, v)), _bias_operand(bias, q))
-    with use_device(q.device):
-        kernel = _kernels.attend_queries
-        run(_over_queries(kernel, (*read, _operand(out), lse), q, k, v, layout, bias, scale))
+    out, lse = empty_results(given.q, given.v)
+    with use_device(given.q.device):
+        operands = (*_read(given), _operand(out), lse)
+        run(_over_queries(_kernels.attend_queries, operands, given))
     return out, lse
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    layout: Layout,
-    bias: Tensor | None,
-    scale: float,
-    *,
-    run: Run = launch,
+    dout: Tensor, given: BlockOperands, out: Tensor, lse: Tensor, *, run: Run = launch
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the bias, as `_torch.backward` does.
 
-    `run` takes the two launches; all else is as `forward` got it or gave it.
+    `run` takes the two launches; `given` is as `forward` got it, and it gave `out` and `lse`.
     """
+    q, k, v, layout, bias, _ = given
     dq, dk, dv = (empty_gradient(each) for each in (q, k, v))
     dbias = None if bias is None else torch.empty(bias.shape, dtype=torch.float32, device=q.device)
     padded = layout.num_query_blocks * layout.block
     terms = QueryTerms(*lse.new_empty(2, *lse.shape[:2], padded))
-    read = (*(_operand(each) for each in (q, k, v)), _bias_operand(bias, q), _operand(dout))
+    read = (*_read(given), _operand(dout))
     of_queries = (*read, _operand(out), lse, terms, _operand(dq))
     of_keys = (*read, terms, _operand(dk), _operand(dv), lse if dbias is None else dbias)
-    call = (q, k, v, layout, bias, scale)
     with use_device(q.device):
-        run(_over_queries(_kernels.differentiate_queries, of_queries, *call))
-        run(_over_keys(of_keys, *call))
+        run(_over_queries(_kernels.differentiate_queries, of_queries, given))
+        run(_over_keys(of_keys, given))
     return dq, dk, dv, dbias
 
 
-def _over_queries(
-    kernel: Any,
-    operands: tuple[Any, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    bias: Tensor | None,
-    scale: float,
-) -> TritonLaunch:
+def _over_queries(kernel: Any, operands: tuple[Any, ...], given: BlockOperands) -> TritonLaunch:
     """Return the launch of a kernel whose programs have a tile of queries each."""
-    tile = choose_tile(kernel, q, v, layout.block)
+    layout, tile = given.layout, choose_tile(kernel, given.q, given.v, given.layout.block)
     lists = BlockList(layout.row_offsets, layout.key_blocks, layout.is_partial)
-    rest = (lists, _ranges(layout), q.shape[2], k.shape[2], float(scale))
+    num_tiles = layout.num_query_blocks * (layout.block // tile.queries)
+    return _make_launch(kernel, tile, given.q, num_tiles, (*operands, lists), given)
+
+
+def _over_keys(operands: tuple[Any, ...], given: BlockOperands) -> TritonLaunch:
+    """Return the launch of the kernel whose programs have a tile of keys each."""
+    kernel, layout = _kernels.differentiate_keys, given.layout
+    tile = choose_tile(kernel, given.q, given.v, layout.block)
+    lists = BlockList(layout.column_offsets, layout.query_blocks, layout.is_partial_of_column)
+    num_tiles = layout.num_key_blocks * (layout.block // tile.keys)
+    return _make_launch(kernel, tile, given.k, num_tiles, (*operands, lists), given)
+
+
+def _make_launch(
+    kernel: Any,
+    tile: BlockTile,
+    of: Tensor,
+    num_tiles: int,
+    operands: tuple[Any, ...],
+    given: BlockOperands,
+) -> TritonLaunch:
+    """Return a launch of programs for so many tiles of each head of `of`."""
+    layout = given.layout
+    ranges = Ranges(layout.first_key, layout.end_key, layout.end_query)
+    rest = (ranges, given.q.shape[2], given.k.shape[2], float(given.scale), _sizes(tile, given))
     return TritonLaunch(
         kernel=kernel,
-        grid=(q.shape[0] * q.shape[1] * layout.num_query_blocks * (layout.block // tile.queries),),
-        arguments=(*operands, *rest, _sizes(tile, q, k, v, layout, bias)),
+        grid=(of.shape[0] * of.shape[1] * num_tiles,),
+        arguments=(*operands, *rest),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-def _over_keys(
-    operands: tuple[Any, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    bias: Tensor | None,
-    scale: float,
-) -> TritonLaunch:
-    """Return the launch of the kernel whose programs have a tile of keys each."""
-    tile = choose_tile(_kernels.differentiate_keys, q, v, layout.block)
-    lists = BlockList(layout.column_offsets, layout.query_blocks, layout.is_partial_of_column)
-    rest = (lists, _ranges(layout), q.shape[2], k.shape[2], float(scale))
-    return TritonLaunch(
-        kernel=_kernels.differentiate_keys,
-        grid=(k.shape[0] * k.shape[1] * layout.num_key_blocks * (layout.block // tile.keys),),
-        arguments=(*operands, *rest, _sizes(tile, q, k, v, layout, bias)),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-def _sizes(
-    tile: BlockTile, q: Tensor, k: Tensor, v: Tensor, layout: Layout, bias: Tensor | None
-) -> Sizes:
+def _sizes(tile: BlockTile, given: BlockOperands) -> Sizes:
+    q, k, v, layout, bias, _ = given
     dim, value_dim = q.shape[3], v.shape[3]
     # Float32 is multiplied as `torch.backends.cuda.matmul` says.
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -249,8 +219,10 @@ def _sizes(
     return Sizes(*(tl.constexpr(each) for each in values))
 
 
-def _ranges(layout: Layout) -> Ranges:
-    return Ranges(layout.first_key, layout.end_key, layout.end_query)
+def _read(given: BlockOperands) -> tuple[Any, ...]:
+    """Return queries, keys, values and the bias as kernels take them."""
+    q, k, v, _, bias, _ = given
+    return *(_operand(each) for each in (q, k, v)), _bias_operand(bias, q)
 
 
 def _operand(tensor: Tensor) -> TokenRows:
