@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.errors import GraphFileError
-from penstock.graph.saved import load_saved, read_saved
-from penstock.graph.step_graph import StepGraph, checksum
+from penstock.graph.saved import SavedRecord
+from penstock.graph.step_graph import StepGraph
 from penstock.memory import MachineProfile
-from penstock.memory.files import replace_file
 from penstock.tables import report_table
-
-FORMAT = "penstock-partition"
-VERSION = 1
-_HEADER = ("format", "version", "checksum")
 
 
 class Collective(NamedTuple):
@@ -58,7 +50,7 @@ class FrontierPoint(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Partition:
+class Partition(SavedRecord):
     """A training step over several devices: plain data, checked by `penstock.partitioner.check`.
 
     Every rank runs every operator, on its pieces. At each level of the mesh, a storage rests split
@@ -86,6 +78,9 @@ class Partition:
         seed: Kept in the result; the search draws no random numbers yet.
         notes: Other facts of the search.
     """
+
+    _noun = "partition"
+    _version = 1
 
     graph_digest: str
     mesh: tuple[int, ...]
@@ -145,12 +140,7 @@ class Partition:
             rows.append(("not split", f"{names}: not in the axis table"))
         return report_table(rows, title="penstock.partition")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the partition as plain data for JSON: fields by name."""
-        content = self._content()
-        return {"format": FORMAT, "version": VERSION, "checksum": checksum(content), **content}
-
-    def _content(self) -> dict[str, Any]:
+    def _encode(self) -> dict[str, Any]:
         named = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         named["machine"] = self.machine.to_dict()
         named["collectives"] = [each._asdict() for each in self.collectives]
@@ -162,52 +152,16 @@ class Partition:
         return named
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, graph: StepGraph | None = None) -> Partition:
-        """Make a partition from what `to_dict` returned, also after a way through JSON.
-
-        Args:
-            data: The dictionary.
-            graph: The graph that it is to be used with, if at hand: one for another is refused.
-
-        Raises:
-            GraphFileError: It is something else, of another version, damaged, or for another graph.
-        """
-
-        def make(each: Mapping[str, Any]) -> Partition:
-            return cls(**_decode({name: each[name] for name in each if name not in _HEADER}))
-
-        partition = read_saved(data, noun="partition", version=VERSION, make=make)
-        if graph is not None and graph.digest != partition.graph_digest:
-            raise GraphFileError(
-                f"this partition is for the graph {partition.graph_digest[:12]} and not for "
-                f"{graph.digest[:12]}, the one given: partition again"
-            )
-        return partition
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the partition as JSON.
-
-        Raises:
-            OSError: It cannot be written; a file that was there is as it was.
-        """
-        replace_file(path, json.dumps(self.to_dict(), separators=(",", ":")))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], *, graph: StepGraph | None = None) -> Partition:
-        """Read what `save` wrote; `graph` and errors as of `from_dict`."""
-        return cls.from_dict(load_saved(path, "partition"), graph=graph)
-
-
-def _decode(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **content,
-        "mesh": tuple(map(int, content["mesh"])),
-        "placements": tuple(tuple(map(int, each)) for each in content["placements"]),
-        "splits": tuple(tuple(map(str, each)) for each in content["splits"]),
-        "collectives": tuple(Collective(**each) for each in content["collectives"]),
-        "frontier": tuple(
-            FrontierPoint(**{**each, "mesh": tuple(each["mesh"])}) for each in content["frontier"]
-        ),
-        "unknown": {str(key): int(each) for key, each in content["unknown"].items()},
-        "machine": MachineProfile.from_dict(content["machine"]),
-    }
+    def _decode(cls, content: Mapping[str, Any]) -> Partition:
+        frontier = [{**each, "mesh": tuple(each["mesh"])} for each in content["frontier"]]
+        decoded = {
+            **content,
+            "mesh": tuple(map(int, content["mesh"])),
+            "placements": tuple(tuple(map(int, each)) for each in content["placements"]),
+            "splits": tuple(tuple(map(str, each)) for each in content["splits"]),
+            "collectives": tuple(Collective(**each) for each in content["collectives"]),
+            "frontier": tuple(FrontierPoint(**each) for each in frontier),
+            "unknown": {str(key): int(each) for key, each in content["unknown"].items()},
+            "machine": MachineProfile.from_dict(content["machine"]),
+        }
+        return cls(**decoded)

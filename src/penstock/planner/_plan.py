@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph, split
-from penstock.graph.saved import load_saved, read_saved
-from penstock.graph.step_graph import checksum
+from penstock.graph.saved import SavedRecord
 from penstock.memory import Link, MachineProfile, Tier
-from penstock.memory.files import replace_file
 from penstock.planner._live_ranges import columns_of, occupied_bytes
 from penstock.planner._plan_records import Bound, Budget, Copy, Placement, Transfer
 from penstock.tables import report_table
 
-FORMAT = "penstock-plan"
-VERSION = 3
-
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(SavedRecord):
     """A training step, planned: plain data, checked by `check`, timed by `simulate`.
+
+    `to_dict` has the fields by their names, times in seconds, but for `offsets`, the placements:
+    mappings with `value`, `offset`, `bytes`, `start`, `end`. `transfers` have `value`, `link`,
+    `bytes`, `start`, `end`, and `copies` `value`, `tier`, `bytes`, `start`, `end`. All starts and
+    ends are boundaries between operators.
 
     Attributes:
         graph_digest: Of the `StepGraph` that it belongs to.
@@ -54,6 +52,9 @@ class Plan:
             the machine, so that `check` can compare them) or `"given"` (a report on steps that
             ran, or the caller).
     """
+
+    _noun = "plan"
+    _version = 3
 
     graph_digest: str
     order: tuple[int, ...]
@@ -108,8 +109,7 @@ class Plan:
         Raises:
             GraphFileError: The plan is for another graph, or from another version of Penstock.
         """
-        if graph.digest != self.graph_digest:
-            raise GraphFileError(_for_another(self.graph_digest, graph.digest))
+        self.check_graph(graph)
         if self.split_bytes is None:
             return graph
         parts = split(graph, self.split_bytes, products=self.splits_products)
@@ -176,28 +176,15 @@ class Plan:
             seen.add(operator)
         return tuple(positions)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data for JSON.
-
-        Returns:
-            `order`: operators by position. `offsets`: mappings with `value`, `offset`, `bytes`,
-            `start`, `end`. `transfers`: `value`, `link`, `bytes`, `start`, `end`. `copies`:
-            `value`, `tier`, `bytes`, `start`, `end`. `recomputed`: positions. All starts and ends
-            are boundaries (see `penstock.planner.Plan`). The other fields by their names, times in
-            seconds.
-        """
-        content = self._content()
-        return {"format": FORMAT, "version": VERSION, "checksum": checksum(content), **content}
-
-    def _content(self) -> dict[str, Any]:
+    def _encode(self) -> dict[str, Any]:
         bound = dataclasses.asdict(self.bound)
         del bound["seconds"]
         return {
             "graph_digest": self.graph_digest,
             "order": list(self.order),
-            "offsets": list(map(_encode, self.placements)),
-            "transfers": list(map(_encode, self.transfers)),
-            "copies": list(map(_encode, self.copies)),
+            "offsets": list(map(_encode_record, self.placements)),
+            "transfers": list(map(_encode_record, self.transfers)),
+            "copies": list(map(_encode_record, self.copies)),
             "recomputed": list(self.recomputed),
             "budget": dataclasses.asdict(self.budget),
             "machine": self.machine.to_dict(),
@@ -221,48 +208,14 @@ class Plan:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, graph: StepGraph | None = None) -> Plan:
-        """Make a plan from what `to_dict` returned, also after a way through JSON.
-
-        Args:
-            data: The dictionary.
-            graph: The graph that the plan is to be used with, if at hand: a plan for another one
-                is refused.
-
-        Raises:
-            GraphFileError: It is something else, of another version, damaged, or for another graph.
-        """
-        plan = read_saved(
-            data, noun="plan", version=VERSION, make=lambda each: cls(**_decode_fields(each))
-        )
-        if plan.peak_device_bytes != data.get("peak_device_bytes"):
-            raise GraphFileError("this plan is damaged: its peak is another one; plan again")
-        if graph is not None and graph.digest != plan.graph_digest:
-            raise GraphFileError(_for_another(plan.graph_digest, graph.digest))
+    def _decode(cls, content: Mapping[str, Any]) -> Plan:
+        plan = cls(**_decode_fields(content))
+        if plan.peak_device_bytes != content["peak_device_bytes"]:
+            raise ValueError("its peak is another one")
         return plan
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON.
 
-        Raises:
-            OSError: It cannot be written; a file that was there is as it was.
-        """
-        replace_file(path, json.dumps(self.to_dict(), separators=(",", ":")))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], *, graph: StepGraph | None = None) -> Plan:
-        """Read what `save` wrote; `graph` and errors as of `from_dict`."""
-        return cls.from_dict(load_saved(path, "plan"), graph=graph)
-
-
-def _for_another(planned: str, given: str) -> str:
-    return (
-        f"this plan is for the graph {planned[:12]} and not for {given[:12]}, the one given: plan "
-        "again for this model, optimizer and batch"
-    )
-
-
-def _encode(record: Placement | Transfer | Copy) -> dict[str, Any]:
+def _encode_record(record: Placement | Transfer | Copy) -> dict[str, Any]:
     return {
         name.removeprefix("num_"): value.value if isinstance(value, enum.StrEnum) else value
         for name, value in record._asdict().items()
@@ -272,8 +225,8 @@ def _encode(record: Placement | Transfer | Copy) -> dict[str, Any]:
 _PARSERS = {"link": Link, "tier": Tier}
 
 
-def _decode(kind: type[Any], plain: Mapping[str, Any]) -> Any:
-    """Return a record of what `_encode` returned."""
+def _decode_record(kind: type[Any], plain: Mapping[str, Any]) -> Any:
+    """Return a record of what `_encode_record` returned."""
     return kind(
         *(_PARSERS.get(name, _integer)(plain[name.removeprefix("num_")]) for name in kind._fields)
     )
@@ -284,9 +237,9 @@ def _decode_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "graph_digest": str(data["graph_digest"]),
         "order": tuple(map(_integer, data["order"])),
-        "placements": tuple(_decode(Placement, plain) for plain in data["offsets"]),
-        "transfers": tuple(_decode(Transfer, plain) for plain in data["transfers"]),
-        "copies": tuple(_decode(Copy, plain) for plain in data["copies"]),
+        "placements": tuple(_decode_record(Placement, plain) for plain in data["offsets"]),
+        "transfers": tuple(_decode_record(Transfer, plain) for plain in data["transfers"]),
+        "copies": tuple(_decode_record(Copy, plain) for plain in data["copies"]),
         "budget": Budget(**{tier: _optional(num_bytes) for tier, num_bytes in budget.items()}),
         "machine": MachineProfile.from_dict(data["machine"]),
         "operator_seconds": tuple(map(float, data["operator_seconds"])),
