@@ -1,6 +1,6 @@
 """The import order of the package, read from the source: a room imports only from rooms below it.
 
-compat, solvers, units, errors, tables <- memory, codegen <- iomodel
+compat, solvers, units, errors, tables, packages <- memory, codegen <- iomodel
   <- activations, unified, attention, ops, graph, rgnn, batching
   <- traversal, spectral, lora, kv <- planner
   <- partitioner <- executor <- report <- integrations <- cli, env
@@ -19,7 +19,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 LAYERS = [
-    {"compat", "solvers", "units", "errors", "tables", "_lazy", "_version"},
+    {"compat", "solvers", "units", "errors", "tables", "packages", "_lazy", "_version"},
     {"memory", "codegen"},
     {"iomodel"},
     {"activations", "unified", "attention", "ops", "graph", "rgnn", "batching"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from penstock.attention import _native, _torch
 from penstock.attention._layout import Layout
 from penstock.compat.dynamo import mark_constant
+from penstock.packages import is_installed
 
 
 class Path(NamedTuple):
@@ -70,7 +70,7 @@ def _has_wide_registers() -> bool:
 
 @mark_constant
 def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return is_installed("triton")
 
 
 def name_kernels(q: Tensor) -> str:

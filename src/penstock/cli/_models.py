@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from penstock.cli._functions import frames_of_user, import_function
 from penstock.cli._options import name_option, number_option
 from penstock.errors import GraphFileError, PenstockError
+from penstock.packages import import_package
 
 if TYPE_CHECKING:
     import torch
@@ -196,13 +197,9 @@ def _make_from_config(
     values: Mapping[str, Any], source: str, options: ModelOptions
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Make model, optimizer and batch without memory."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            "Models by name need transformers. Install it with: pip install 'penstock[demo]'"
-        ) from error
     import torch
+
+    transformers: Any = import_package("transformers", "a model by its name")
 
     transformers.logging.set_verbosity_error()  # its warnings are about training, not planning
     values = dict(values)

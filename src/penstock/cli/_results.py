@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.memory.files import check_replaceable, replace_file
+from penstock.packages import import_package
 
 STANDARD_OUTPUT = Path("-")
 """The value of `--report` for standard output."""
@@ -45,10 +46,9 @@ def check_results(**paths: Path | None) -> None:
 
 
 def _check_picture(path: Path) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError as error:
-        raise ResultError("--picture needs matplotlib: pip install 'penstock[viz]'") from error
+    import_package("matplotlib", "--picture")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     kinds = FigureCanvasAgg.get_supported_filetypes()
     suffix = path.suffix[1:].lower()
     if suffix and suffix not in kinds:

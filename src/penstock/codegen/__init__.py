@@ -15,8 +15,11 @@ from penstock.codegen._kernels import (
     KernelName,
     Run,
     TritonLaunch,
+    ceil_div,
+    ceil_power,
     launch,
     name_kernels,
+    product_precision,
     use_device,
 )
 from penstock.codegen._load import load_library, load_module, load_optional_library
@@ -35,6 +38,8 @@ __all__ = [
     "TritonLaunch",
     "build_library",
     "cache_entry",
+    "ceil_div",
+    "ceil_power",
     "count_bytes",
     "find_compiler",
     "launch",
@@ -42,6 +47,7 @@ __all__ = [
     "load_module",
     "load_optional_library",
     "name_kernels",
+    "product_precision",
     "struct_type",
     "to_struct",
     "use_device",

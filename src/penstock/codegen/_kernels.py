@@ -1,13 +1,13 @@
-"""Kernels of an operator: the implementation that a call takes, and launches of Triton's."""
+"""Kernels of an operator: the implementation that a call takes, and Triton's tiles and launches."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
+
+from penstock.packages import is_installed
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +28,24 @@ def name_kernels(device_type: str, is_built: Callable[[], bool]) -> KernelName:
     """
     if device_type == "cpu":
         return "C++" if is_built() else "torch"
-    return "Triton" if device_type == "cuda" and _has_triton() else "torch"
+    return "Triton" if device_type == "cuda" and is_installed("triton") else "torch"
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def ceil_div(length: int, block: int) -> int:
+    """Return how many blocks cover a length."""
+    return -(-length // block)
+
+
+def ceil_power(number: int, least: int = 1) -> int:
+    """Return the least power of two that is not below a number, nor below another power."""
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+def product_precision() -> Literal["tf32", "ieee"]:
+    """Return how Triton multiplies float32: as `torch.backends.cuda.matmul` says."""
+    import torch
+
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 COMPILER_OPTIONS: Mapping[str, Any] = {"enable_fp_fusion": True}

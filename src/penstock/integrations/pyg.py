@@ -7,6 +7,8 @@ have its fields. The sampler is Penstock's, and the next batch is sampled and ga
 thread while this one is used.
 """
 
+# ruff: noqa: E402  # its absence is reported first
+
 from __future__ import annotations
 
 import contextlib
@@ -19,15 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any, NoReturn, TypeVar, cast
 
-try:
-    import torch_geometric as _torch_geometric  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "torch_geometric":  # it is there, and something that it needs is not
-        raise
-    raise ModuleNotFoundError(
-        "penstock.integrations.pyg needs PyTorch Geometric: pip install 'penstock[pyg]'",
-        name=error.name,
-    ) from error
+from penstock.packages import import_package
+
+import_package("torch_geometric", "penstock.integrations.pyg")
 
 import torch
 from torch_geometric.data import Data, FeatureStore, HeteroData, TensorAttr

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.iomodel._roofline import COMPUTE, Roofline
 from penstock.memory.files import replace_file
+from penstock.packages import import_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,13 +29,10 @@ def draw_roofline(function: Roofline, base: Roofline | None, machine: str, path:
     Raises:
         ImportError: matplotlib is missing; the extra `viz` brings it.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Drawing a roofline needs matplotlib. Install it with: pip install 'penstock[viz]'"
-        ) from error
+    import_package("matplotlib", "drawing a roofline")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     FigureCanvasAgg(figure)
     _draw(figure.add_subplot(), function, base, machine)

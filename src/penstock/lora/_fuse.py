@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from penstock.packages import import_package
 from penstock.tables import Report
 
 if TYPE_CHECKING:
@@ -192,15 +193,7 @@ def fuse_report(peft_model: torch.nn.Module) -> FuseReport:
 
 
 def _require_peft() -> None:
-    try:
-        import peft  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "peft":  # it is there, and something that it needs is not
-            raise
-        raise ModuleNotFoundError(
-            "penstock.lora fuses the adapters of PEFT, which is not installed: pip install peft",
-            name=error.name,
-        ) from error
+    import_package("peft", "penstock.lora, which fuses the adapters of PEFT,")
 
 
 def _tuner_of(peft_model: object) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.memory import Tier, Timeline
 from penstock.memory.files import replace_file
+from penstock.packages import import_package
 from penstock.report._trace import Lane, LaneKind, find_bounds, sort_into_lanes
 
 if TYPE_CHECKING:
@@ -67,14 +68,11 @@ def new_figure(
     pads_inches: tuple[float, float] | None = None,
 ) -> Figure:
     """Make an empty figure, or name the extra that brings matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError(
-            f"Drawing {subject} needs matplotlib. Install it with: pip install 'penstock[viz]'"
-        ) from error
+    import_package("matplotlib", f"drawing {subject}")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     w_pad, h_pad = pads_inches or (None, None)
     figure = Figure(figsize=size_inches, layout=ConstrainedLayoutEngine(w_pad=w_pad, h_pad=h_pad))
     FigureCanvasAgg(figure)

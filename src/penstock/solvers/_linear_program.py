@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+
+from penstock.packages import import_package, is_installed
 
 _INFINITY = float("inf")
 
 
 def can_solve() -> bool:
     """Return whether HiGHS is installed."""
-    return find_spec("highspy") is not None
+    return is_installed("highspy")
 
 
 def _import_solver() -> Any:
-    try:
-        import highspy
-    except ImportError as error:
-        raise ImportError("linear programs need HiGHS: pip install highspy") from error
-    return highspy
+    return import_package("highspy", "a linear program")
 
 
 class LinearProgram:

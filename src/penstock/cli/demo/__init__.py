@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import signal
@@ -31,6 +30,8 @@ from penstock.cli._options import Interruption, directory_option, hidden_option
 from penstock.cli._run import MIN_BYTES_HELP
 from penstock.errors import PenstockError
 from penstock.memory import RAM_FILESYSTEMS, filesystem_type
+from penstock.memory.files import replace_file
+from penstock.packages import is_installed
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def _compare_arms(options: DemoOptions) -> bool:
     from rich.console import Console
 
     for package in ("transformers", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
+        if not is_installed(package):
             raise DemoError(f"{package} is not installed: pip install 'penstock[demo]'")
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -226,7 +227,7 @@ def _show(results: Sequence[ArmResult], options: DemoOptions, console: Console) 
         "bitwise_equal": equal,
         "arms": [result.to_dict() for result in results],
     }
-    (out / "demo.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    replace_file(out / "demo.json", json.dumps(numbers, indent=2) + "\n")
     _draw(results, options, out / "memory.png")
     print(f"\nThroughput against memory:\n  picture  {out / 'memory.png'}")
     console.print("\nThe last step of Penstock:")

@@ -13,16 +13,11 @@ step.
 Packed documents and sliding windows then cost what they see (`docs/attention.md`).
 """
 
-try:
-    import transformers  # noqa: F401 (its absence is reported here)
-except ModuleNotFoundError as error:
-    if error.name != "transformers":  # it is installed, but one of its dependencies is missing
-        raise
-    raise ModuleNotFoundError(
-        "penstock.integrations.transformers needs Transformers: pip install 'penstock[demo]' "
-        "accelerate",
-        name=error.name,
-    ) from error
+# ruff: noqa: E402  # its absence is reported first
+
+from penstock.packages import import_package
+
+import_package("transformers", "penstock.integrations.transformers")
 
 from penstock.integrations.transformers._attention import register_attention
 from penstock.integrations.transformers._shapes import TrainingReport

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from penstock.compat.dynamo import mark_constant
 from penstock.ops.sparse import _native, _torch
 from penstock.ops.sparse._rows import KnownProduct, ProductOperands, Rows, read_tensors
+from penstock.packages import is_installed
 
 
 def name_kernels(values: Tensor) -> str:
@@ -32,7 +32,7 @@ def name_kernels(values: Tensor) -> str:
 
 @mark_constant
 def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return is_installed("triton")
 
 
 def kernels_for(values: Tensor) -> ModuleType:

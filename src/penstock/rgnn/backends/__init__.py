@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 
 import torch
 
 from penstock.codegen import why_nothing_can_be_built
+from penstock.packages import is_installed
 from penstock.rgnn.backends._invocation import Backend, Invocation, Results
 from penstock.rgnn.backends._torch import TorchBackend
 from penstock.rgnn.backends.cpp import CppBackend
@@ -53,7 +53,7 @@ def choose_dtype(backend: type[Backend], dtype: torch.dtype) -> torch.dtype:
 @functools.cache
 def _find_fastest(device_type: str) -> str:
     name, reason = "torch", ""
-    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if device_type == "cuda" and is_installed("triton"):
         name = "triton"
     elif device_type == "cpu":
         problem = why_nothing_can_be_built()
