@@ -70,17 +70,19 @@ def parse_count(value: object, *, name: str = "value", least: int = 0) -> int:
         least: The least number that is accepted.
 
     Raises:
-        TypeError: `value` is no whole number; a float is none, whatever its value.
+        TypeError: `value` is no whole number; a float is none, whatever its value, and no bool.
         ValueError: It is less than `least`.
     """
     try:
         # An int stays the one it is, which may be a symbol of a graph that is traced.
         count = value if isinstance(value, int) else operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
+        count = None
+    if count is None or isinstance(value, bool):
         raise TypeError(
             f"{name} is {value!r} of type {type(value).__name__}, but must be a whole number: "
             "pass an int"
-        ) from None
+        )
     if count < least:
         raise ValueError(f"{name} is {value}, but must be at least {least}")
     return count

@@ -430,7 +430,7 @@ def test_a_model_that_leaves_its_cache():
 
 @pytest.mark.parametrize("block_tokens", ["64", 2.5, True])
 def test_blocks_of_no_number(block_tokens):
-    with pytest.raises(TypeError, match="block_tokens must be a whole number"):
+    with pytest.raises(TypeError, match="must be a whole number: pass an int"):
         penstock.kv.cache(make_model("llama"), device_memory="1MiB", block_tokens=block_tokens)
 
 

@@ -14,9 +14,10 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.codegen import ceil_div
 from penstock.memory import Link, MachineProfile, Tier, probe
 from penstock.tables import Report
-from penstock.units import format_bytes, parse_bytes
+from penstock.units import format_bytes, parse_bytes, parse_count
 
 FastMemory = int | str | MachineProfile
 """A size in bytes, such as `49152` or `"48KiB"`, or a machine with all its levels."""
@@ -262,10 +263,7 @@ def check_counts(least: int = 1, **counts: Any) -> None:
         ValueError: One is below `least`.
     """
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name} is {value!r}; pass a whole number of at least {least}")
-        if value < least:
-            raise ValueError(f"{name} is {value}; pass a whole number of at least {least}")
+        parse_count(value, name=name, least=least)
 
 
 def check_amounts(*, above: bool = False, **amounts: Any) -> None:
@@ -282,11 +280,6 @@ def check_amounts(*, above: bool = False, **amounts: Any) -> None:
         amount = float(value)
         if not amount >= 0 or (above and amount == 0):  # NaN is none either
             raise ValueError(f"{name} is {value}; pass a number {least}")
-
-
-def ceil_div(length: int, block: int) -> int:
-    """Return how many blocks cover a length."""
-    return -(-length // block)
 
 
 def tile_lengths(length: int) -> list[int]:

@@ -125,14 +125,6 @@ class BlockLayout:
         return keys, values
 
 
-def check_block_tokens(block_tokens: object) -> None:
-    """Raise an error if an argument is no number of tokens of a block."""
-    if not isinstance(block_tokens, int) or isinstance(block_tokens, bool):
-        raise TypeError(f"block_tokens must be a whole number; got {block_tokens!r}")
-    if block_tokens < 1:
-        raise ValueError(f"block_tokens must be at least 1; got {block_tokens}")
-
-
 def check_place(
     device: torch.device, layer: object, keys: torch.Tensor, values: torch.Tensor
 ) -> None:

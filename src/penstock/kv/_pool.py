@@ -18,7 +18,7 @@ import torch
 from penstock.errors import PenstockError, PrefixFileError, StoreReadError
 from penstock.kv._blocks import LayerBlocks, check_index, index_repeats
 from penstock.kv._inputs import Recompute, check_inputs
-from penstock.kv._layout import BlockLayout, KeyShape, check_block_tokens, check_place
+from penstock.kv._layout import BlockLayout, KeyShape, check_place
 from penstock.kv._owner import Owner, one_at_a_time
 from penstock.kv._platform import make_platform
 from penstock.kv._prefix import begin_with, save_pool
@@ -30,7 +30,7 @@ from penstock.kv._selector import claim, name_of, resolve_selector, tell
 from penstock.kv._tiers import PoolTiers
 from penstock.memory import FileStore, Ledger, Tier
 from penstock.memory.pages import DIRECT_IO_BYTES
-from penstock.units import parse_bytes
+from penstock.units import parse_bytes, parse_count
 
 
 class BlockPool(Owner):
@@ -89,7 +89,7 @@ class BlockPool(Owner):
         self.platform = make_platform(device)
         if recompute is not None and self.platform.has_staging:
             raise PenstockError(f"recompute= is for pools on the CPU; leave it out on {device}")
-        check_block_tokens(block_tokens)
+        parse_count(block_tokens, name="block_tokens", least=1)
         self.block_tokens = block_tokens
         self._selector = resolve_selector(selector)
         self._selected_layers = selected_layers

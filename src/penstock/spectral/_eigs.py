@@ -31,7 +31,7 @@ from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_ov
 from penstock.spectral._report import Eigenpairs
 from penstock.spectral._sources import Surroundings, as_operator
 from penstock.spectral._tiles import TILE_BLOCK, TiledOperator
-from penstock.units import parse_bytes
+from penstock.units import parse_bytes, parse_count
 
 Which = Literal["LA", "SA", "LM", "SM", "BE"]
 _WHICH = ("LA", "SA", "LM", "SM", "BE")
@@ -105,8 +105,7 @@ def eigs(
     k = check_numbers(k, tol, seed)
     if which not in _WHICH:
         raise ValueError(f"which={which!r}: expected one of {', '.join(_WHICH)}")
-    if not isinstance(max_restarts, numbers.Integral) or max_restarts < 1:
-        raise ValueError(f"max_restarts={max_restarts}: expected an integer of at least 1")
+    max_restarts = parse_count(max_restarts, name="max_restarts", least=1)
     if which == "BE" and k == 1:
         which = "LA"
     budget = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
@@ -214,17 +213,13 @@ def check_numbers(k: int, tol: float, seed: int) -> int:
     Returns:
         `k` as an int.
     """
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral):
-        raise TypeError(f"k={k!r}: expected an integer of at least 1")
-    if k < 1:
-        raise ValueError(f"k={k}: expected at least 1")
     if not isinstance(tol, numbers.Real):
         raise TypeError(f"tol={tol!r}: expected a relative accuracy from 0 to 1, such as 1e-8")
     if not 0 <= tol < 1:
         raise ValueError(f"tol={tol}: expected a relative accuracy from 0 to 1, such as 1e-8")
     if not isinstance(seed, numbers.Integral):
         raise TypeError(f"seed={seed!r}: expected an integer")
-    return int(k)
+    return parse_count(k, name="k", least=1)
 
 
 def check_count(k: int, num_rows: int) -> None:

@@ -115,7 +115,7 @@ class CSRGraph:
             TypeError: `edge_index` does not hold integers.
             ValueError: `edge_index` has another shape, or a node that the graph does not have.
         """
-        count = _check_count(num_nodes)
+        count = read_count("num_nodes", num_nodes)
         check_edges(edge_index, count)
         source, target = edge_index.cpu()
         neighbor, owner = (source, target) if _is_forward(flow) else (target, source)
@@ -321,13 +321,14 @@ def _is_forward(flow: Any) -> bool:
     return _check_flow(flow) == "source_to_target"
 
 
-def _check_count(num_nodes: Any) -> int:
+def read_count(name: str, value: Any) -> int:
+    """Return a whole number, 0 or more; raise `ValueError` unless it is one."""
     try:
-        count = operator.index(num_nodes)
+        count = operator.index(value)
     except TypeError:
         count = -1
     if count < 0:
-        raise ValueError(f"num_nodes={num_nodes!r}: expected a whole number, 0 or more")
+        raise ValueError(f"{name}={value!r}: expected a whole number, 0 or more")
     return count
 
 

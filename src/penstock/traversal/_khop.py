@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from penstock.tables import Report
 from penstock.traversal._blocks import BLOCK_BYTES, BLOCK_ENTRIES
 from penstock.traversal._budget import BudgetExceeded, SearchBudget
 from penstock.traversal._collected import collect_lists
-from penstock.traversal._graph import CSRGraph
+from penstock.traversal._graph import CSRGraph, read_count
 from penstock.traversal._lists import check_seeds, read_entries
 from penstock.traversal._rank_graph import RankGraph
 from penstock.traversal._reverse import check_reverse
@@ -369,13 +368,7 @@ class KhopRequest:
 
 def parse_hops(hops: Any) -> int:
     """Return a number of hops; raise unless it is one."""
-    try:
-        count = operator.index(hops)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise ValueError(f"hops={hops!r}: expected a whole number, 0 or more")
-    return count
+    return read_count("hops", hops)
 
 
 def parse_limit(max_bytes: int | str | None) -> int | None:

@@ -442,8 +442,8 @@ def test_drop_last_leaves_out_other_samples_in_every_epoch():
         ([9], {"max_bytes": 2, "oversize": lambda i, c: [4]}, TypeError, r"\(key, bytes\) pairs"),
         ([9], {"max_bytes": 2, "oversize": lambda i, c: []}, ValueError, "left out every sample"),
         ([1], {}, ValueError, "give batch_size, max_bytes or both"),
-        ([1], {"batch_size": 0}, ValueError, "batch_size must be at least 1; got 0"),
-        ([1], {"batch_size": 1.5}, TypeError, "batch_size must be a whole number"),
+        ([1], {"batch_size": 0}, ValueError, "batch_size is 0, but must be at least 1"),
+        ([1], {"batch_size": 1.5}, TypeError, "batch_size is 1.5 of type float, but must be"),
         ([1], {"max_bytes": "x"}, ValueError, "max_bytes"),
         ([1], {"batch_size": 1, "window": 0}, ValueError, "window"),
         ([1], {"batch_size": 1, "rank": 1}, ValueError, "rank must be below num_replicas=1"),
@@ -483,10 +483,10 @@ def test_a_state_of_other_data_is_refused():
         with pytest.raises(ValueError, match="state_dict"):
             sampler.load_state_dict(state)
     for wrong, error, message in (
-        ({"num_batches": -3}, ValueError, "num_batches must be at least 0; got -3"),
+        ({"num_batches": -3}, ValueError, "num_batches is -3, but must be at least 0"),
         ({"num_batches": 3}, ValueError, "num_batches must be at most 2; got 3"),
-        ({"num_batches": "1"}, TypeError, "num_batches must be a whole number; got '1'"),
-        ({"epoch": 0.5}, TypeError, "epoch must be a whole number"),
+        ({"num_batches": "1"}, TypeError, "num_batches is '1' of type str, but must be"),
+        ({"epoch": 0.5}, TypeError, "epoch is 0.5 of type float, but must be"),
     ):
         with pytest.raises(error, match=message):
             sampler.load_state_dict(sampler.state_dict() | wrong)

@@ -241,9 +241,9 @@ def test_wrong_edges_are_refused(arguments, error, message):
     [
         ({"num_nodes": 2}, ValueError, "edge_index holds 2, but num_nodes is 2"),
         ({"num_relations": 1}, ValueError, "edge_type holds 1, but num_relations is 1"),
-        ({"num_nodes": -1}, ValueError, "num_nodes must be at least 0; got -1"),
-        ({"num_nodes": 3.0}, TypeError, "num_nodes must be an integer; got 3.0"),
-        ({"num_nodes": True}, TypeError, "num_nodes must be an integer; got True"),
+        ({"num_nodes": -1}, ValueError, "num_nodes is -1, but must be at least 0"),
+        ({"num_nodes": 3.0}, TypeError, "num_nodes is 3.0 of type float, but must be"),
+        ({"num_nodes": True}, TypeError, "num_nodes is True of type bool, but must be"),
         ({"num_nodes": 3, "node_type": TYPES}, ValueError, r"node_type must have shape \(3,\)"),
         ({"node_type": torch.zeros(3)}, TypeError, "node_type must hold integers"),
         (

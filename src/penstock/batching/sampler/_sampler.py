@@ -8,9 +8,8 @@ position in an epoch, and the share of a rank.
 from __future__ import annotations
 
 import logging
-import operator
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from penstock.batching.sampler._epoch_plan import EpochPlanner, PackingOptions, Split
-from penstock.units import parse_bytes
+from penstock.units import parse_bytes, parse_count
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +96,14 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         options = PackingOptions(
             # Not as an attribute: if Accelerate finds one it drops batches of fewer samples.
-            batch_size=None if batch_size is None else _check_at_least(1, batch_size, "batch_size"),
+            batch_size=None
+            if batch_size is None
+            else parse_count(batch_size, name="batch_size", least=1),
             max_bytes=self.max_bytes,
-            window=_check_at_least(1, window, "window"),
+            window=parse_count(window, name="window", least=1),
             shuffle=bool(shuffle),
             drop_last=bool(drop_last),
-            seed=_check_at_least(0, seed, "seed"),
+            seed=parse_count(seed, name="seed"),
             oversize=oversize,
         )
         self._rank_arguments = (num_replicas, rank)
@@ -155,7 +156,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
         Args:
             epoch: Number >= 0, the same on all ranks.
         """
-        epoch = _check_at_least(0, epoch, "epoch")
+        epoch = parse_count(epoch, name="epoch")
         if self._fresh and self._restored and epoch != self.epoch:
             logger.warning(
                 "set_epoch(%d) discards the restored position, epoch %d after %d batches: a loop "
@@ -215,7 +216,7 @@ class BalancedBatchSampler(Sampler[list[Any]]):
             The state for `load_state_dict`.
         """
         done = self._next_batch if num_batches is None else num_batches
-        done = _check_at_least(0, done, "num_batches")
+        done = parse_count(done, name="num_batches")
         if done > len(self):
             raise ValueError(f"num_batches must be between 0 and {len(self)}; got {num_batches}")
         fingerprint = self._planner.compute_fingerprint()
@@ -235,8 +236,8 @@ class BalancedBatchSampler(Sampler[list[Any]]):
             raise ValueError(
                 f"state must be what BalancedBatchSampler.state_dict() returned; got {got}"
             )
-        epoch = _check_at_least(0, state["epoch"], "the state's epoch")
-        done = _check_at_least(0, state["num_batches"], "the state's num_batches")
+        epoch = parse_count(state["epoch"], name="the state's epoch")
+        done = parse_count(state["num_batches"], name="the state's num_batches")
         self._update_ranks(None)
         if state["fingerprint"] != self._planner.compute_fingerprint():
             raise ValueError(
@@ -318,17 +319,8 @@ def _find_ranks(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         num_replicas = distributed.get_world_size() if running else 1
     if rank is None:
         rank = distributed.get_rank() if running else 0
-    num_replicas = _check_at_least(1, num_replicas, "num_replicas")
-    rank = _check_at_least(0, rank, "rank")
+    num_replicas = parse_count(num_replicas, name="num_replicas", least=1)
+    rank = parse_count(rank, name="rank")
     if rank >= num_replicas:
         raise ValueError(f"rank must be below num_replicas={num_replicas}; got {rank}")
     return num_replicas, rank
-
-
-def _check_at_least(least: int, value: Hashable, name: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number; got {value!r} of type {type(value)}")
-    number = operator.index(value)  # pyright: ignore[reportArgumentType]
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}; got {number}")
-    return number

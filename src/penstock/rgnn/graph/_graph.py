@@ -22,6 +22,7 @@ from penstock.rgnn import spaces
 from penstock.rgnn.graph._formats import GraphNames, check_integers, read_pyg, read_triples
 from penstock.rgnn.graph._indices import GraphTensors, Indices, dtype_for
 from penstock.tables import report_table
+from penstock.units import parse_count
 
 if TYPE_CHECKING:
     import os
@@ -284,10 +285,7 @@ def _check_shape(name: str, value: torch.Tensor, length: int, meaning: str) -> N
 
 def _check_ids(name: str, ids: torch.Tensor, count: int | None, count_name: str) -> int:
     """Return the number of different ids, checked against those that occur."""
-    if count is not None and (isinstance(count, bool) or not hasattr(count, "__index__")):
-        raise TypeError(f"{count_name} must be an integer; got {count!r}")
-    if count is not None and count < 0:
-        raise ValueError(f"{count_name} must be at least 0; got {count}")
+    count = None if count is None else parse_count(count, name=count_name)
     if ids.numel() == 0:
         return count or 0
     low, high = (int(bound) for bound in torch.aminmax(ids))
