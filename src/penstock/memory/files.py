@@ -6,11 +6,14 @@ replaced; a device, a pipe, or the file that standard output goes to, is opened 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes | str) -> None:
@@ -30,14 +33,29 @@ def replace_file(path: str | os.PathLike[str], content: bytes | str) -> None:
         OSError: It cannot be written; the message names the path.
     """
     data = content.encode() if isinstance(content, str) else content
+    with open_whole(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def open_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file that has its name once the block ends; an exception leaves an earlier one there.
+
+    Args:
+        path: As of `replace_file`.
+
+    Raises:
+        OSError: It cannot be written; the message names the path.
+    """
     try:
         place = _find_place(path)
         if place is not None:
-            _write_beside(place, data)
+            with _open_beside(place) as file:
+                yield file
             return
         sys.stdout.flush()  # what was printed before, if it is the same file
         with open(path, "ab" if _is_standard_output(os.stat(path)) else "wb") as file:
-            file.write(data)
+            yield file
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
@@ -82,11 +100,12 @@ def _is_standard_output(status: os.stat_result) -> bool:
     return False
 
 
-def _write_beside(place: str, data: bytes) -> None:
+@contextlib.contextmanager
+def _open_beside(place: str) -> Iterator[BinaryIO]:
     unfinished = Path(os.path.dirname(place), f".{os.getpid()}-{os.urandom(8).hex()}")
     try:
         with open(unfinished, "xb") as file:
-            file.write(data)
+            yield file
         if os.path.exists(place):
             unfinished.chmod(stat.S_IMODE(os.stat(place).st_mode))
         os.replace(unfinished, place)

@@ -26,6 +26,7 @@ from penstock.batching._arrays import Floats, Integers
 from penstock.batching._meter import measured_peak
 from penstock.batching._numbers import check_numbers, round_up_bytes
 from penstock.batching.sampler._packing import SampleCosts
+from penstock.memory.files import replace_file
 from penstock.tables import Report
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ class ByteModel(Report, title="byte model"):
     def save(self, path: str | Path) -> None:
         """Write the model as JSON."""
         text = json.dumps({"format": _FORMAT, "version": _VERSION, **self.to_dict()}, indent=1)
-        Path(path).write_text(text + "\n")
+        replace_file(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> ByteModel:

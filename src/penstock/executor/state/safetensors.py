@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from penstock.errors import StoreReadError
+from penstock.memory.files import open_whole
 from penstock.memory.raw_memory import MAX_VIEW_BYTES, view_at
 from penstock.memory.safetensors import SafetensorsHeader, TensorExtent, encode_header
 
@@ -91,28 +91,12 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLik
         else:
             written[name] = tensor
     forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()}
-    _write_file(os.fspath(path), encode_header(forms, metadata), written.values())
-
-
-def _write_file(path: str, header: bytes, tensors: Iterable[torch.Tensor]) -> None:
-    unfinished = f"{path}.{os.getpid()}.unfinished"
-    try:
-        with open(unfinished, "wb", buffering=0) as file:
-            _write(file, memoryview(header))
-            for tensor in tensors:
-                whole = tensor.detach().cpu().contiguous()
-                for piece in _split(whole.data_ptr(), whole.numel() * whole.element_size()):
-                    _write(file, piece)
-        os.replace(unfinished, path)
-    except BaseException:
-        if os.path.exists(unfinished):
-            os.unlink(unfinished)
-        raise
-
-
-def _write(file: Any, piece: memoryview) -> None:
-    while len(piece):
-        piece = piece[file.write(piece) :]
+    with open_whole(path) as file:
+        file.write(encode_header(forms, metadata))
+        for tensor in written.values():
+            whole = tensor.detach().cpu().contiguous()
+            for piece in _split(whole.data_ptr(), whole.numel() * whole.element_size()):
+                file.write(piece)
 
 
 def _split(address: int, num_bytes: int) -> list[memoryview]:
