@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from penstock.codegen import ByteCount
+from penstock.codegen import ByteCount, ceil_div
 from penstock.lora.triton._tables import Entry, RowTables
 
 _NUMBER = 8  # bytes of an entry of a table or of the order
@@ -68,7 +68,7 @@ class LayerBytes:
         if backward:
             inner, width = width, inner
         loaded = stored = table = 0
-        columns = _ceil_div(width, self.rows.tiles.base_columns)
+        columns = ceil_div(width, self.rows.tiles.base_columns)
         for block, rank, _ in self._walk(self.rows.all_blocks):
             loaded += (columns * block.num_rows + width) * rank * self.adapter_element
             if has_weight:
@@ -85,7 +85,7 @@ class LayerBytes:
         """Return the bytes of partial dB and dS."""
         width, tiles = self.out_features, self.rows.tiles
         loaded = stored = table = 0
-        columns = _ceil_div(width, tiles.up_columns)
+        columns = ceil_div(width, tiles.up_columns)
         slice_element = self.adapter_element if columns == 1 else _SUM
         for piece, rank, num_tiles in self._walk(self.rows.pieces):
             loaded += width * rank * self.adapter_element
@@ -100,7 +100,7 @@ class LayerBytes:
         """Return the bytes of partial dA."""
         width, tiles = self.in_features, self.rows.tiles
         loaded = stored = table = 0
-        columns = _ceil_div(width, tiles.down_columns)
+        columns = ceil_div(width, tiles.down_columns)
         for piece, rank, num_tiles in self._walk(self.rows.pieces):
             loaded += num_tiles * piece.num_rows * width * self.element
             loaded += columns * piece.num_rows * rank * self.adapter_element
@@ -112,30 +112,30 @@ class LayerBytes:
     def add_slices(self) -> ByteCount:
         """Return the bytes of the sum dS over the columns' tiles."""
         length = self.rows.num_elements
-        slices = _ceil_div(self.out_features, self.rows.tiles.up_columns)
+        slices = ceil_div(self.out_features, self.rows.tiles.up_columns)
         return _requests(length * slices * _SUM, length * self.adapter_element, 0)
 
     def add_pieces(self, width: int) -> ByteCount:
         """Return the bytes of the sums dA, where `width` is K, or dB, where it is N."""
         rows, block = self.rows, self.rows.tiles.added
-        programs = _ceil_div(rows.max_rank * width, block)
+        programs = ceil_div(rows.max_rank * width, block)
         loaded = rows.num_partial_ranks * width * _SUM
         stored = sum(rows.ranks) * width * self.adapter_element
         table = len(rows.ranks) * programs
         for adapter, rank in enumerate(rows.ranks):
             parts = range(*rows.adapter_parts[adapter : adapter + 2])
             pieces = rows.part_pieces[parts.stop] - rows.part_pieces[parts.start]
-            table += _ceil_div(rank * width, block) * (3 + 2 * len(parts) + pieces)
+            table += ceil_div(rank * width, block) * (3 + 2 * len(parts) + pieces)
         return _requests(loaded, stored, table)
 
     def _walk(self, entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, int, int]]:
         """Yield each entry with its rank, and the tiles of ranks that have columns of it."""
         for entry in entries:
             rank = (*self.rows.ranks, 0)[entry.adapter]
-            yield entry, rank, _ceil_div(rank, self.rows.tiles.rank)
+            yield entry, rank, ceil_div(rank, self.rows.tiles.rank)
 
     def _rank_tiles(self) -> int:
-        return _ceil_div(self.rows.max_rank, self.rows.tiles.rank)
+        return ceil_div(self.rows.max_rank, self.rows.tiles.rank)
 
     def _order_numbers(self, entry: Entry) -> int:
         return 0 if self.rows.order is None else entry.num_rows
@@ -149,7 +149,3 @@ def _requests(loaded_bytes: int, stored_bytes: int, numbers: int, tile_bytes: in
         table_bytes=table_bytes,
         num_launches=int(loaded_bytes + stored_bytes + numbers > 0),  # none on an empty grid
     )
-
-
-def _ceil_div(length: int, block: int) -> int:
-    return -(-length // block)

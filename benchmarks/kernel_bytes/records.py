@@ -13,8 +13,8 @@ They are requests, before any cache.
 
 from __future__ import annotations
 
-from penstock.codegen import ByteCount
-from penstock.kv.triton._launch import RecordCall, TaskTiles, ceil_div
+from penstock.codegen import ByteCount, ceil_div
+from penstock.kv.triton._launch import RecordCall, TaskTiles
 
 _SUM = 4  # bytes of a float32
 _ENTRY = 8 + 4  # bytes of an address and a count

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.codegen import ByteCount
-from penstock.rgnn.backends.triton._launch import KernelLaunch, ceil_div
+from penstock.codegen import ByteCount, ceil_div
+from penstock.rgnn.backends.triton._launch import KernelLaunch
 
 
 def launched_bytes(launch: KernelLaunch) -> ByteCount:

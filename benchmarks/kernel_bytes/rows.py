@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.codegen import ByteCount
+from penstock.codegen import ByteCount, ceil_div, ceil_power
 from penstock.unified.device._rows import Tile, choose_tile, row_bytes
 
 
@@ -90,7 +90,7 @@ def added_bytes(
     num_places, width = len(rows), table.numel() // max(1, len(table))
     if not num_places or not width:
         return ByteCount(loaded_bytes=0, stored_bytes=0, num_launches=0)
-    num_runs, tiles = len(torch.unique(rows)), _ceil_div(width, min(1024, _power_of_two(width)))
+    num_runs, tiles = len(torch.unique(rows)), ceil_div(width, min(1024, ceil_power(width)))
     # Each place reads its row, and but for the first the one before. In each tile of columns a run
     # reads the order of its places, and the rows behind each of them, where there is one.
     numbers = (2 * num_places - 1) * rows.element_size()
@@ -101,11 +101,3 @@ def added_bytes(
         stored_bytes=values,
         table_bytes=numbers,
     )
-
-
-def _ceil_div(length: int, block: int) -> int:
-    return -(-length // block)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

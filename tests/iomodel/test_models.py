@@ -10,9 +10,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from fast_memory import FastMemory, attend_flash, attend_two_pass, multiply, multiply_left
+from penstock.codegen import ceil_div
 from penstock.iomodel import attention, convolution, matmul, memory_levels, spgemm
 from penstock.iomodel._attention import flash_forward, two_pass_forward
-from penstock.iomodel._levels import ceil_div, tile_lengths
+from penstock.iomodel._levels import tile_lengths
 from penstock.memory import machine
 
 LENGTHS = st.integers(1, 300)

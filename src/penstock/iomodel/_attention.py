@@ -12,12 +12,12 @@ import dataclasses
 import math
 from typing import Literal
 
+from penstock.codegen import ceil_div
 from penstock.iomodel._bounds import ATTENTION_BOUND, attention_bound
 from penstock.iomodel._levels import (
     FastMemory,
     IOModel,
     TiledSchedule,
-    ceil_div,
     check_amounts,
     check_counts,
     model_levels,

@@ -32,10 +32,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from penstock._lazy import cached_property
+from penstock.codegen import ceil_div
 from penstock.iomodel._chain_operator import ChainOperator
 from penstock.iomodel._levels import (
     MemoryLevel,
-    ceil_div,
     check_amounts,
     check_counts,
     level_rates,

@@ -11,12 +11,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from penstock.codegen import ceil_div
 from penstock.iomodel._bounds import CONVOLUTION_BOUND, product_bound
 from penstock.iomodel._levels import (
     FastMemory,
     IOModel,
     TiledSchedule,
-    ceil_div,
     check_counts,
     model_levels,
     tile_lengths,

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.codegen import ceil_div
 from penstock.iomodel._chain import KEPT_SHARE
 from penstock.iomodel._chain_checks import forbid_second_derivative
-from penstock.iomodel._levels import ceil_div
 from penstock.iomodel._module_tensors import TensorVersions
 from penstock.iomodel._modules import Module, find_in_place, is_plain_linear
 from penstock.iomodel._row_chunks import (

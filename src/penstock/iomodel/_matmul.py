@@ -6,12 +6,12 @@ loaded and stored again: whichever moves the fewest bytes over all tile sizes.
 
 from __future__ import annotations
 
+from penstock.codegen import ceil_div
 from penstock.iomodel._bounds import PRODUCT_BOUND, product_bound
 from penstock.iomodel._levels import (
     FastMemory,
     IOModel,
     TiledSchedule,
-    ceil_div,
     check_counts,
     model_levels,
     tile_lengths,

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from penstock.codegen import ceil_div
 from penstock.iomodel._bounds import SPARSE_BOUND, product_bound
 from penstock.iomodel._levels import (
     FastMemory,
     IOModel,
     TiledSchedule,
-    ceil_div,
     check_counts,
     model_levels,
 )

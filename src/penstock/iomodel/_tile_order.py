@@ -15,8 +15,9 @@ from typing import Literal
 
 import numpy as np
 
+from penstock.codegen import ceil_div
 from penstock.iomodel._access import AccessTrace, simulate_caches
-from penstock.iomodel._levels import ceil_div, check_counts
+from penstock.iomodel._levels import check_counts
 
 OrderName = Literal["row", "grouped", "morton", "chiplet"]
 ORDERS: tuple[OrderName, ...] = ("row", "grouped", "morton", "chiplet")

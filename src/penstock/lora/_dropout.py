@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import struct
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -28,6 +29,7 @@ from penstock.codegen import THREADS, load_optional_library
 TILE_ROWS = 512
 """Rows that are masked at a time; the copy of them is all that is ever stored of a masked input."""
 
+_Word = TypeVar("_Word", int, torch.Tensor)
 _WORD = 0xFFFFFFFF
 _FEW_ELEMENTS = 1 << 15  # are masked before a second thread is awake
 _ACCUMULATED = (torch.float32, torch.float64)
@@ -54,13 +56,14 @@ def keep(
     """
     rows = torch.arange(first, first + num_rows, device=device) & _WORD
     seeds = torch.full((1,), seed & _WORD, device=device)
-    keys = _mix((_mix((_mix(seeds) + ((seed >> 32) & _WORD)) & _WORD) + rows) & _WORD)
+    keys = mix_words((mix_words(seeds) + ((seed >> 32) & _WORD)) & _WORD)
+    keys = mix_words((keys + rows) & _WORD)
     columns = torch.arange(num_columns, device=device) * 0x9E3779B9
-    return _mix((keys[:, None] + columns) & _WORD) >= to_threshold(probability)
+    return mix_words((keys[:, None] + columns) & _WORD) >= to_threshold(probability)
 
 
-def _mix(word: torch.Tensor) -> torch.Tensor:
-    """Return the function `mix` of words of 32 bits, in int64: a product's low half is exact."""
+def mix_words(word: _Word) -> _Word:
+    """Return the function `mix` of words of 32 bits; of int64 tensors the low half is exact."""
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
     return word ^ (word >> 16)

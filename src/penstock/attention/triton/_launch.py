@@ -16,7 +16,14 @@ from penstock.attention._operands import (
     with_whole_rows,
 )
 from penstock.attention.triton import _kernels
-from penstock.codegen import Run, TritonLaunch, launch, use_device
+from penstock.codegen import (
+    Run,
+    TritonLaunch,
+    ceil_power,
+    launch,
+    product_precision,
+    use_device,
+)
 
 _LEAST_WIDTH = 16  # of a matrix that tensor cores multiply
 
@@ -115,8 +122,10 @@ def choose_tile(kernel: Any, q: Tensor, v: Tensor, block: int) -> BlockTile:
     Nothing depends on the device or the batch, so a sequence has the same bits on its own.
     """
     of_kernel = _KEY_TILES if kernel is _kernels.differentiate_keys else _QUERY_TILES
-    width = max(ceil_power(q.shape[3]), ceil_power(v.shape[3]), min(_QUERY_TILES[2]))
-    is_masked = (ceil_power(q.shape[3]), ceil_power(v.shape[3])) != (q.shape[3], v.shape[3])
+    dims = (q.shape[3], v.shape[3])
+    widths = tuple(ceil_power(each, _LEAST_WIDTH) for each in dims)
+    width = max(*widths, min(_QUERY_TILES[2]))
+    is_masked = widths != dims
     if of_kernel is _KEY_TILES and is_masked and width < 256:
         width *= 2  # masks of elements take registers
     tile = of_kernel[q.element_size()].get(width, _LEAST_TILE)
@@ -200,21 +209,19 @@ def _make_launch(
 def _sizes(tile: BlockTile, given: BlockOperands) -> Sizes:
     q, k, v, layout, bias, _ = given
     dim, value_dim = q.shape[3], v.shape[3]
-    # Float32 is multiplied as `torch.backends.cuda.matmul` says.
-    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     values = Sizes(
         queries=tile.queries,
         keys=tile.keys,
         block=layout.block,
         dim=dim,
         value_dim=value_dim,
-        width=ceil_power(dim),
-        value_width=ceil_power(value_dim),
+        width=ceil_power(dim, _LEAST_WIDTH),
+        value_width=ceil_power(value_dim, _LEAST_WIDTH),
         heads=q.shape[1],
         group=q.shape[1] // k.shape[1],
         layout_heads=layout.num_heads,
         has_bias=bias is not None,
-        precision="tf32" if is_tf32 else "ieee",
+        precision=product_precision(),
     )
     return Sizes(*(tl.constexpr(each) for each in values))
 
@@ -237,8 +244,3 @@ def _bias_operand(bias: Tensor | None, q: Tensor) -> TokenRows:
         return TokenRows(q, 0, 0, 0)
     bias = bias if bias.stride(-1) in (0, 1) else bias.contiguous()
     return TokenRows(bias, *bias.stride())
-
-
-def ceil_power(dim: int) -> int:
-    """Return the least power of two that is not below a dim, nor below 16."""
-    return max(_LEAST_WIDTH, 1 << (dim - 1).bit_length())

@@ -8,9 +8,8 @@ import numpy as np
 import triton.language as tl
 from torch import Tensor
 
-from penstock.codegen import TritonLaunch
+from penstock.codegen import TritonLaunch, ceil_power
 from penstock.kv.triton import _kernels
-from penstock.kv.triton._launch import ceil_power
 
 _TILE_BYTES = 16 * 1024  # of a program that are on their way at once: 128 bytes of each thread
 _NUM_WARPS = 4

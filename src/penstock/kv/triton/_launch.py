@@ -8,7 +8,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from penstock.codegen import Run, TritonLaunch, launch, use_device
+from penstock.codegen import (
+    Run,
+    TritonLaunch,
+    ceil_div,
+    ceil_power,
+    launch,
+    product_precision,
+    use_device,
+)
 from penstock.kv.triton import _kernels
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -92,7 +100,7 @@ class RecordCall:
 
 def most_rows(dtype: torch.dtype, key_dim: int, value_dim: int) -> int:
     """Return the most rows of a program: with more, records are read several times."""
-    widest = max(_LEAST_BLOCK, ceil_power(max(key_dim, value_dim)))
+    widest = ceil_power(max(key_dim, value_dim), _LEAST_BLOCK)
     return min(128, _MOST_SUMS // widest) if dtype.itemsize == 2 else _LEAST_BLOCK
 
 
@@ -104,7 +112,7 @@ def choose_tiles(call: RecordCall) -> TaskTiles:
     elements, or 64 of 256; float32 is multiplied in registers, and has 16 rows.
     """
     element_bytes = call.query.element_size()
-    key, value = (max(_LEAST_BLOCK, ceil_power(d)) for d in (call.query.shape[3], call.value_dim))
+    key, value = (ceil_power(d, _LEAST_BLOCK) for d in (call.query.shape[3], call.value_dim))
     most = most_rows(call.query.dtype, key, value)
     rows = max(_LEAST_BLOCK, min(ceil_power(call.num_rows), most))
     most = min(_MOST_TOKENS, _TILE_BYTES // (2 * max(key, value) * element_bytes))
@@ -159,8 +167,6 @@ def _launch_tasks(
 ) -> TritonLaunch:
     query, visible, bias = call.query, call.visible, call.bias
     batch, kv_heads, num_records = call.addresses.shape
-    # Float32 is multiplied as `torch.backends.cuda.matmul` says.
-    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return TritonLaunch(
         kernel=_kernels.attend_tasks,
         grid=(batch * kv_heads * ceil_div(call.num_rows, tiles.rows), tiles.num_tasks),
@@ -176,7 +182,7 @@ def _launch_tasks(
         constants={
             "ELEMENT": _TYPES[query.dtype],
             "ALIGNED": call.is_aligned,
-            "PRECISION": "tf32" if is_tf32 else "ieee",
+            "PRECISION": product_precision(),
             "HAS_SOFTCAP": call.softcap != 0,
             "HAS_VISIBLE": visible is not None,
             "HAS_BIAS": bias is not None,
@@ -210,13 +216,3 @@ def _launch_merge(
             "BLOCK_VALUE": tiles.value,
         },
     )
-
-
-def ceil_div(number: int, by: int) -> int:
-    """Return the quotient, rounded up."""
-    return -(-number // by)
-
-
-def ceil_power(number: int) -> int:
-    """Return the least power of two that is not below a number."""
-    return 1 << max(0, number - 1).bit_length()

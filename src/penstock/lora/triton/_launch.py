@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from penstock.codegen import Run, TritonLaunch, launch
+from penstock.codegen import Run, TritonLaunch, launch, product_precision
 from penstock.iomodel import TileOrder
-from penstock.lora._dropout import to_threshold
+from penstock.lora._dropout import mix_words, to_threshold
 from penstock.lora.triton import _kernels
 from penstock.lora.triton._tables import RowTables
 from penstock.lora.triton._tile_order import order_tiles
@@ -100,13 +100,7 @@ class LayerAdapters:
 
 def find_key(seed: int) -> int:
     """Return the part of a row's key that its adapter's rows share: mix(mix(low) + high)."""
-    return _mix((_mix(seed & _WORD) + (seed >> 32)) & _WORD)
-
-
-def _mix(word: int) -> int:
-    word = (word ^ (word >> 16)) * 0x7FEB352D & _WORD
-    word = (word ^ (word >> 15)) * 0x846CA68B & _WORD
-    return word ^ (word >> 16)
+    return mix_words((mix_words(seed & _WORD) + (seed >> 32)) & _WORD)
 
 
 def forward(
@@ -399,15 +393,13 @@ def _order(rows: RowTables, placeholder: torch.Tensor) -> torch.Tensor:
 
 def _share_constants(x: torch.Tensor, adapters: LayerAdapters, rows: RowTables) -> dict[str, Any]:
     matrices = (*adapters.downs, *adapters.ups)
-    # Float32 is multiplied as `torch.backends.cuda.matmul` says.
-    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "HAS_ORDER": rows.order is not None,
         "RANK_FACTOR": find_rank_factor(rows.ranks),
         "DROPOUT": any(dropout > 0 for dropout in adapters.dropouts),
         "ELEMENT": _TYPES[adapters.dtype or x.dtype],
         "ALIGNED": all(each.data_ptr() % 16 == 0 for each in matrices),
-        "PRECISION": "tf32" if is_tf32 else "ieee",
+        "PRECISION": product_precision(),
     }
 
 

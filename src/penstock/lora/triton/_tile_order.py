@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from penstock.codegen import ceil_power
 from penstock.iomodel import TiledProduct, TileOrder, choose_order, tile_order
 from penstock.lora.triton._tiles import Tiles
 
@@ -53,7 +54,7 @@ def order_tiles(
     if order is None:
         order = _GROUPED
         if like.is_cuda and num_blocks:
-            rows = min(_MOST_ROW_TILES, 1 << (num_blocks - 1).bit_length())
+            rows = min(_MOST_ROW_TILES, ceil_power(num_blocks))
             order = _plan(rows, width, inner, tiles, like.element_size(), like.device)
     if order.name in ("row", "grouped") or not num_blocks:
         return OrderedTiles(1 if order.name == "row" else order.group, None)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.codegen import ceil_power
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of x, the weight and the adapters."""
 
@@ -69,7 +71,7 @@ def choose_tiles(dtype: torch.dtype, adapter_dtype: torch.dtype, ranks: Sequence
     is_half, is_base_half = adapter_dtype.itemsize == dtype.itemsize == 2, dtype.itemsize == 2
     factor = find_rank_factor(ranks)
     longest = 128 if factor >= 4 else 64  # odd ranks need a mask for each element
-    rank = min(longest if is_half else 64, max(16, 1 << (max(ranks, default=1) - 1).bit_length()))
+    rank = min(longest if is_half else 64, ceil_power(max(ranks, default=1), 16))
     up_columns = {16: 256, 32: 256, 64: 128, 128: 128} if factor >= 8 else {16: 128, 32: 128}
     return Tiles(
         rank=rank,

@@ -10,7 +10,6 @@ Under Triton's interpreter everything here runs on the CPU.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.codegen import COMPILER_OPTIONS
+from penstock.codegen import COMPILER_OPTIONS, ceil_power, use_device
 from penstock.unified._row_index import resolve_index
 from penstock.unified.device import _kernels
 
@@ -157,7 +156,7 @@ def copy_rows(
     device = _device_of(source, target)
     grid = _choose_grid(device, -(-num_places // tile.rows), max_programs)
     kernel: Any = _kernels.copy_rows[grid]
-    with _use_device(device):
+    with use_device(device):
         kernel(
             _view_as_words(source, tl.int32 if tile.is_narrow else _WORDS[tile.word_bytes]),
             source_index,
@@ -188,7 +187,7 @@ def add_sorted_rows(
         return
     device = _device_of(source, table)
     kernel: Any = _kernels.add_runs[_choose_grid(device, len(rows), 0)]
-    with _use_device(device):
+    with use_device(device):
         kernel(
             table,
             rows,
@@ -197,7 +196,7 @@ def add_sorted_rows(
             len(rows),
             SUM=_SUMS[table.dtype],
             ROW=row_length,
-            COLUMNS=min(1024, _next_power_of_two(row_length)),
+            COLUMNS=min(1024, ceil_power(row_length)),
             num_warps=_NUM_WARPS,
             **COMPILER_OPTIONS,
         )
@@ -266,16 +265,11 @@ def _make_narrow_tile(num_bytes: int, host_address: int, unit: int) -> Tile:
 
 def _shape_tile(*, span: int, is_narrow: bool = False, **lengths: int) -> Tile:
     """Return the tile whose columns waste few lanes on the last of them."""
-    columns = _next_power_of_two(span)
+    columns = ceil_power(span)
     while columns > 1024 or (columns > 32 and -(-span // columns) * columns > 1.125 * span):
         columns //= 2
     rows = min(_MAX_ROWS, max(1, _TILE_WORDS // columns))
     return Tile(span=span, rows=rows, columns=columns, is_narrow=is_narrow, **lengths)
-
-
-def _next_power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less."""
-    return 1 << (number - 1).bit_length()
 
 
 def row_bytes(table: torch.Tensor) -> int:
@@ -300,8 +294,3 @@ def _choose_grid(device: torch.device, most: int, cap: int) -> tuple[int]:
             cap = torch.cuda.get_device_properties(device).multi_processor_count
         cap = max(1, cap) * _PROGRAMS_PER_PROCESSOR
     return (max(1, min(most, cap)),)
-
-
-def _use_device(device: torch.device) -> Any:
-    """Make a GPU current: Triton launches there, whatever its arguments are on."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

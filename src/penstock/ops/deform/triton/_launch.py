@@ -15,7 +15,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from penstock.codegen import Run, TritonLaunch, launch, use_device
+from penstock.codegen import (
+    Run,
+    TritonLaunch,
+    ceil_power,
+    launch,
+    product_precision,
+    use_device,
+)
 from penstock.ops.deform._shapes import (
     DeformGeometry,
     DeformInputs,
@@ -90,7 +97,7 @@ def sizes_of(given: DeformInputs) -> DeformSizes:
     of_offset = x.shape[1] // offset_groups
     segment = math.gcd(of_group, of_offset)
     outs_of_group = len(weight) * of_group // x.shape[1]
-    tile_channels = min(_TILE_CHANNELS, _ceil_power(segment))
+    tile_channels = min(_TILE_CHANNELS, ceil_power(segment, _LEAST_TILE))
     halo = _measure_halo(geometry, -(-of_offset // tile_channels))
     return DeformSizes(
         *x.shape,
@@ -113,9 +120,9 @@ def sizes_of(given: DeformInputs) -> DeformSizes:
         reach=geometry.reach or 0,
         **dict(zip(("halo_height", "halo_width"), halo, strict=True)),
         tile_pixels=_TILE_PIXELS,
-        tile_outs=min(_TILE_OUTS, _ceil_power(outs_of_group)),
+        tile_outs=min(_TILE_OUTS, ceil_power(outs_of_group, _LEAST_TILE)),
         tile_channels=tile_channels,
-        precision="tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
+        precision=product_precision(),
     )
 
 
@@ -128,10 +135,6 @@ def _measure_halo(geometry: DeformGeometry, channel_tiles: int) -> tuple[int, in
         return 0, 0
     height, width = (2 * geometry.reach // stride + 1 for stride in geometry.stride)
     return (height, width) if height * width * channel_tiles <= _MOST_HALO else (0, 0)
-
-
-def _ceil_power(number: int) -> int:
-    return max(_LEAST_TILE, 1 << (number - 1).bit_length())
 
 
 def _as_constants(sizes: DeformSizes) -> DeformSizes:

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from penstock.codegen import ceil_power
 from penstock.rgnn.ir import Shape
 
 
@@ -124,12 +125,7 @@ def index_row(shape: Shape) -> tuple[Index, ...]:
 
 def make_feature_axis(depth: int, length: int) -> Axis:
     """Return the axis of a block for the feature axis `depth` of rows that have `length` there."""
-    return Axis(depth, length, f"i{depth}_{length}", power_of_two(length))
-
-
-def power_of_two(length: int) -> int:
-    """Return the least power of two that is at least `length`."""
-    return 1 << max(length - 1, 0).bit_length()
+    return Axis(depth, length, f"i{depth}_{length}", ceil_power(length))
 
 
 def ravel(indices: Iterable[Index], shape: Shape) -> Index:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.runtime._async_compile import FutureKernel
 
-from penstock.codegen import COMPILER_OPTIONS
+from penstock.codegen import COMPILER_OPTIONS, ceil_div, ceil_power, product_precision
 from penstock.rgnn.backends._invocation import read_rows
 from penstock.rgnn.backends.triton import _kernels, _tables
 from penstock.rgnn.backends.triton._body import (
@@ -30,7 +30,6 @@ from penstock.rgnn.backends.triton._body import (
     RowIndex,
     ValueRows,
 )
-from penstock.rgnn.backends.triton._index import power_of_two
 from penstock.rgnn.backends.triton._source import PARTS, KernelSource, TraversalSource
 from penstock.rgnn.backends.triton._tables import Bucket, CutGroups
 from penstock.rgnn.graph import Graph
@@ -140,15 +139,10 @@ def join_pieces(
     constants: Mapping[str, Any],
 ) -> None:
     """Launch a kernel that joins pieces of rows of a length; the last argument is their begins."""
-    block = min(128, power_of_two(length))
+    block = min(128, ceil_power(length))
     blocks = {"LENGTH": length, "BLOCK_PIECES": 16, "BLOCK_LENGTH": block}
     grid = (len(arguments[-1]) - 1, ceil_div(length, block))
     context.run(KernelLaunch(kernel, grid, arguments, {**blocks, **constants}))
-
-
-def ceil_div(length: int, block: int) -> int:
-    """Return how many blocks cover a length."""
-    return (length + block - 1) // block
 
 
 def sum_type(dtype: torch.dtype) -> Any:
@@ -272,13 +266,12 @@ def _choose_blocks(dtype: torch.dtype, inner: int, width: int) -> dict[str, int]
 
 def _choose_block(length: int, most: int) -> int:
     """Choose a block length: at least 16, which is what a matrix instruction takes."""
-    return min(most, max(16, power_of_two(length)))
+    return min(most, ceil_power(length, 16))
 
 
 def _choose_precision(dtype: torch.dtype) -> str:
     """Choose how float32 is multiplied: as `torch.backends.cuda.matmul` says."""
-    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if dtype == torch.float32 and is_tf32 else "ieee"
+    return product_precision() if dtype == torch.float32 else "ieee"
 
 
 def run_traversal(
@@ -295,7 +288,7 @@ def run_traversal(
     if kernel.grouped_by is None:
         num_rows = context.graph.counts.rows(kernel.space)
         left = max(1, _BLOCK_NUMBERS // written.whole.num_features)
-        num_features = min(power_of_two(written.row_features), left, 1024)
+        num_features = min(ceil_power(written.row_features), left, 1024)
         block_rows = min(128, left // num_features)
         constants |= {"ROWS": block_rows, "FEATURES": num_features}
         grid = (ceil_div(num_rows, block_rows), ceil_div(written.row_features, num_features))

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from penstock.codegen import ceil_power
 from penstock.rgnn.backends.triton._body import (
     Inexpressible,
     InMemory,
@@ -31,7 +32,6 @@ from penstock.rgnn.backends.triton._index import (
     Axis,
     Index,
     index_axis,
-    power_of_two,
     sort_axes,
     unravel,
 )
@@ -385,7 +385,7 @@ class _GroupedWriter:
         """Return the shape, as source, of a reduction for a block of groups, and its axes."""
         axes = sort_axes(self.body.index_all(value))
         self.body.note_axes(axes)
-        return ", ".join(["GROUPS", "1", *(str(power_of_two(a.length)) for a in axes)]), axes
+        return ", ".join(["GROUPS", "1", *(str(ceil_power(a.length)) for a in axes)]), axes
 
     def _name(self, value: int) -> str:
         return f"{self._op(value)}{value}"
