@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ import torch
 from fork_servers import find_python
 from penstock.ops import column_reduce, group_rational, local_conv2d, unfold_windows
 from penstock.ops.windows._geometry import Windows
-from triton_tests import needs_triton, run_interpreted
+from triton_tests import compile_well, needs_triton, run_interpreted
 from window_cases import Case, filter_by_definition, largest_error, windows_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 HALF, BRAIN, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
-"""Memory that the warps of a program share, at most."""
 TOLERANCES = {DOUBLE: 1e-12, FLOAT: 1e-5, HALF: 2e-3, BRAIN: 2e-2}
 """Of the largest element: sums of some hundred products; else 11 and 8 bits of results."""
 
@@ -75,8 +72,6 @@ def record_launches(dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("dtype", [FLOAT, BRAIN, DOUBLE])
 def test_kernels_compile_without_spills_or_atomics(dtype: torch.dtype, target: str):
-    from _kernel_resources import compile_launch
-
     launches = record_launches(dtype)
     names = {launch.kernel.__name__ for launch in launches}
     assert names == {
@@ -84,12 +79,7 @@ def test_kernels_compile_without_spills_or_atomics(dtype: torch.dtype, target: s
         *("multiply", "differentiate_input", "differentiate_weight"),
     }
     for launch in launches:
-        name = launch.kernel.__name__
-        compiled = compile_launch(launch, target)
-        assert compiled.resources.spill_bytes == 0, (name, compiled.resources)
-        assert compiled.resources.shared_bytes <= SHARED_BYTES[target], (name, compiled.resources)
-        text = str(compiled.asm.get("ptx", compiled.asm.get("amdgcn")))
-        assert not re.search(r"\b(atom|red)\.|atomic", text), name
+        compile_well(launch, target)
 
 
 @needs_triton

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fork_servers import find_python
 from penstock.ops.deform._shapes import DeformGeometry, DeformInputs
 from test_deform import CASE, define, error, gradients, operands, run
 from test_spgemm import check, draw
+from triton_tests import compile_well, needs_triton, run_interpreted
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton, which comes with CUDA"
-)
-SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
-"""Memory that the warps of a program share, at most."""
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 """Of norms, relative: sums of some hundred products; columns are rounded to 11 and 8 bits."""
 
@@ -32,21 +22,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 @needs_triton
 @pytest.mark.slow
 def test_values_under_the_interpreter():
-    """In a process of its own: what is interpreted is chosen when Triton is imported."""
-    done = subprocess.run(
-        [
-            *(find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
-            str(HERE / "interpreted_sparse_deform.py"),
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None and int(passed[1]) == 25
+    run_interpreted(HERE / "interpreted_sparse_deform.py", at_least=25)
 
 
 def record_deform(
@@ -87,8 +63,6 @@ def record_products(index: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_compile_without_spills_or_atomics(dtype: torch.dtype, target: str):
-    from _kernel_resources import compile_launch
-
     index = torch.int32 if dtype == torch.float32 else torch.int64
     bounded = dataclasses.replace(CASE["geometry"], reach=2)
     launches = [
@@ -104,14 +78,9 @@ def test_kernels_compile_without_spills_or_atomics(dtype: torch.dtype, target: s
         "gather_halo",
     ]
     assert names[5:] == ["sample_products"] * 3
-    for launch, name in zip(launches, names, strict=True):
+    for launch in launches:
         stages = launch.num_stages if target == "sm_90" else 1
-        compiled = compile_launch(dataclasses.replace(launch, num_stages=stages), target)
-        resources = compiled.resources
-        assert resources.spill_bytes == 0, (name, resources)
-        assert resources.shared_bytes <= SHARED_BYTES[target], (name, resources)
-        text = str(compiled.asm.get("ptx", compiled.asm.get("amdgcn")))
-        assert not re.search(r"\b(atom|red)\.|atomic", text), name
+        compile_well(dataclasses.replace(launch, num_stages=stages), target)
 
 
 @pytest.mark.gpu

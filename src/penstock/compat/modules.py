@@ -64,7 +64,7 @@ class _KeptBuffer:
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
-        self._version = _read_version(buffer)
+        self._version = read_version(buffer)
         is_plain = type(buffer) is Tensor and buffer.layout == torch.strided
         is_plain = is_plain and not buffer.is_quantized and buffer.device.type != "meta"
         is_copied = is_plain and buffer.nbytes <= _COPIED_BYTES
@@ -72,7 +72,7 @@ class _KeptBuffer:
 
     def put_back(self) -> bool:
         """Return whether the buffer was written since, and undo that if there is a copy."""
-        is_written = _read_version(self._buffer) != self._version
+        is_written = read_version(self._buffer) != self._version
         # Kernels of batch norms write running statistics without a new version of the tensor.
         if self._copy is not None and not torch.equal(
             *map(_view_bytes, (self._buffer, self._copy))
@@ -83,7 +83,8 @@ class _KeptBuffer:
         return is_written
 
 
-def _read_version(tensor: Tensor) -> int:
+def read_version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; inference tensors do not count it."""
     return 0 if tensor.is_inference() else tensor._version
 
 

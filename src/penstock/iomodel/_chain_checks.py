@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dynamo import run_uncompiled
-from penstock.compat.modules import refuse_changed_buffers
+from penstock.compat.modules import read_version, refuse_changed_buffers
 from penstock.iomodel._module_tensors import find_leaves
+from penstock.iomodel._modules import name_module
 from penstock.iomodel._random_numbers import keep_random_state, random_state
 from penstock.iomodel._row_checks import Run, check_beside_others, check_rows, choose_rows
 from penstock.iomodel._sum_checks import check_sum
@@ -40,13 +41,13 @@ def run_some_rows(
     """
     some, of_some = choose_rows(rows, others)
     given = some.clone()  # which a module may change in place
-    state, version = random_state(rows.device), _version(given)
+    state, version = random_state(rows.device), read_version(given)
     with keep_random_state(rows.device), refuse_buffer_changes(modules), outside_saving_hooks():
         result = run(given, of_some)
         check_result(modules[-1], result)
         is_random = not torch.equal(state, random_state(rows.device))
     if torch.is_grad_enabled():
-        if _version(given) != version:
+        if read_version(given) != version:
             raise ValueError(
                 "a module of the chain changes x in place, and would do so again in the backward "
                 "pass; begin the chain after it, or with inplace=False"
@@ -104,10 +105,9 @@ def refuse_buffer_changes(modules: Iterable[Any]) -> contextlib.AbstractContextM
 def check_result(module: object, result: object) -> None:
     """Raise `TypeError` if a module of a chain returned no tensor."""
     if not isinstance(result, Tensor):
-        name = getattr(module, "__name__", type(module).__name__)
         raise TypeError(
-            f"{name} returned a {type(result).__name__}, but a module of a chain must return one "
-            "tensor; take it out of the result in a function"
+            f"{name_module(module)} returned a {type(result).__name__}, but a module of a chain "
+            "must return one tensor; take it out of the result in a function"
         )
 
 
@@ -138,10 +138,6 @@ class _FirstDerivative(torch.autograd.Function):
             "the gradients of penstock.iomodel.run_chain have no gradients of their own: for "
             "second derivatives call the modules one after the other"
         )
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _check_leaves(result: Tensor, modules: Iterable[Any], others: Sequence[Tensor]) -> None:

@@ -29,6 +29,11 @@ _IN_PLACE: dict[type[nn.Module], Callable[[Any, Tensor], object]] = {
 _FORWARDS = {kind: kind.forward for kind in (nn.Linear, *_IN_PLACE)}
 
 
+def name_module(module: object) -> str:
+    """Return the name of a function, or of a module's class."""
+    return getattr(module, "__name__", type(module).__name__)
+
+
 def is_plain_linear(module: Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a linear layer whose call does nothing else."""
     if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:

@@ -36,6 +36,7 @@ from penstock.iomodel._modules import (
     find_parameters,
     is_plain_linear,
     makes_new_value,
+    name_module,
 )
 from penstock.iomodel._random_numbers import keep_random_state
 from penstock.iomodel._row_chunks import reuse_memory, spare_leaf
@@ -249,7 +250,7 @@ class _ModuleRuns:
         new = self._fit(rows, counts, run, _count_new_bytes)
         is_fused = not self.is_step and bool(before) and find_in_place(self.module) is not None
         operator = ChainOperator(
-            name=getattr(self.module, "__name__", type(self.module).__name__),
+            name=name_module(self.module),
             row_bytes=row_bytes,
             row_seconds=step.row,
             chunk_seconds=step.chunk,

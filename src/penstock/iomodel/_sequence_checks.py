@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.compat.dynamo import run_uncompiled
 from penstock.iomodel._chain_checks import refuse_buffer_changes
-from penstock.iomodel._modules import Module, find_in_place, is_plain_linear
+from penstock.iomodel._modules import Module, find_in_place, is_plain_linear, name_module
 from penstock.iomodel._random_numbers import keep_random_state
 from penstock.iomodel._row_checks import differ
 
@@ -66,11 +66,11 @@ def _compare_shapes(
         return  # it is for rows alone
     expected = shape + result.shape[1:] if result.dim() else result.shape
     if found.shape != expected or differ(found.reshape(result.shape), result, by_column=True):
-        name = getattr(module, "__name__", type(module).__name__)
         raise ValueError(
-            f"{name} does not work on each row alone: of x in its {len(shape) + 1} dimensions it "
-            "computes something else than of its rows, which are all dimensions but the last; name "
-            "dimensions from the end, as dim=-1, or pass x.flatten(0, -2) to have it run on rows"
+            f"{name_module(module)} does not work on each row alone: of x in its {len(shape) + 1} "
+            "dimensions it computes something else than of its rows, which are all dimensions but "
+            "the last; name dimensions from the end, as dim=-1, or pass x.flatten(0, -2) to have "
+            "it run on rows"
         )
 
 

@@ -266,24 +266,9 @@ def _count_forward(x, weight, bias, total, downs, ups, order, counts, *_, **__) 
 
 
 @register_flop_formula(torch.ops.penstock.lora_backward)
-def _count_backward(
-    dy,
-    x,
-    weight,
-    hidden,
-    downs,
-    ups,
-    order,
-    counts,
-    starts,
-    scalings,
-    dropouts,
-    seeds,
-    needs,
-    **_,
-) -> int:
+def _count_backward(dy, x, weight, hidden, downs, ups, order, counts, *rest, **_) -> int:
     """Count the products for x (2 M N K), and by adapter those for dS, S, x and A."""
-    num, needs_x = len(downs), needs[0]
+    num, needs, needs_x = len(downs), rest[-1], rest[-1][0]
     total = 2 * dy[0] * weight[0] * weight[1] if weight is not None and needs_x else 0
     for i, (down, up, count) in enumerate(zip(downs, ups, counts, strict=True)):
         has_down, has_up = needs[1 + i], needs[1 + num + i]

@@ -99,20 +99,8 @@ def _attend_records(
 
 
 @_attend_records.register_fake
-def _(
-    query: Tensor,
-    addresses: Tensor,
-    counts: Tensor,
-    block_tokens: int,
-    value_dim: int,
-    scale: float,
-    softcap: float,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    with_block_lse: bool,
-    is_aligned: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = query.shape[:3]
+def _(query, addresses, counts, block_tokens, value_dim, *rest):  # noqa: ANN001, ANN002, ANN202
+    shape, (*_, with_block_lse, _) = query.shape[:3], rest
     num_records = addresses.shape[2] if with_block_lse else 0
     sizes = ((*shape, value_dim), shape, (*shape, num_records))
     out, lse, block_lse = (query.new_empty(size, dtype=torch.float32) for size in sizes)
