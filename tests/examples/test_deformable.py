@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +10,6 @@ import torch
 pytest.importorskip("matplotlib", reason="penstock[viz] installs matplotlib").use("Agg")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "deformable.py"
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[Any]:
-    sys.path.insert(0, str(SCRIPT.parent))  # as for a script: it has `_shared`
-    spec = importlib.util.spec_from_file_location("deformable_example", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPT.parent))
 
 
 @pytest.mark.parametrize("more", [(), ("--square", "--bound", "2")], ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,7 @@ pytest.importorskip("matplotlib", reason="penstock[viz] installs matplotlib").us
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "entity_classification.py"
 NUM_PEOPLE, NUM_GROUPS = 60, 2
-
-
-@pytest.fixture(scope="module")
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("entity_classification_example", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def person(number: int) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,18 +11,8 @@ pytest.importorskip("matplotlib", reason="penstock[viz] installs matplotlib").us
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "link_prediction.py"
 NUM_ENTITIES, NUM_RELATIONS = 40, 3
 ENDS = ([0, 1], [1, 2])
-
-
-@pytest.fixture(scope="module")
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("link_prediction_example", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(("known", "asked"), [(0, 2), (2, 0)])

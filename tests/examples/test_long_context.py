@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,25 +10,11 @@ pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "long_context.py"
 TINY = (
     *("--length", "1024", "--facts", "16", "--contexts", "2", "--questions", "8"),
     *("--steps", "2", "--long-steps", "1", "--hidden", "32", "--layers", "1"),
     *("--block-tokens", "16"),
 )
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[Any]:
-    sys.path.insert(0, str(SCRIPT.parent))  # as for a script: it has `_shared`
-    spec = importlib.util.spec_from_file_location("long_context_example", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for theirs
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-    sys.path.remove(str(SCRIPT.parent))
 
 
 def test_it_trains_asks_and_draws(example, tmp_path, capsys):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,24 +13,10 @@ pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "lora_adapters.py"
 TINY = (
     *("--steps", "6", "--base-steps", "5", "--samples", "40", "--length", "48"),
     *("--hidden", "32", "--layers", "1"),
 )
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[Any]:
-    sys.path.insert(0, str(SCRIPT.parent))  # as for a script: it has `_shared`
-    spec = importlib.util.spec_from_file_location("lora_adapters_example", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for theirs
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-    sys.path.remove(str(SCRIPT.parent))
 
 
 @pytest.fixture

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,37 +11,25 @@ pytest.importorskip("matplotlib", reason="penstock[viz] installs matplotlib").us
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-
-def load(name: str, monkeypatch) -> Any:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_curvature_is_followed(tmp_path: Path, monkeypatch, capsys):
+def test_curvature_is_followed(tmp_path: Path, load_example, capsys):
     figure = tmp_path / "curvature.png"
     options = ["--steps", "5", "--every", "4", "--count", "2", "--figure", str(figure)]
-    losses, curves = load("curvature", monkeypatch).main(options)
+    losses, curves = load_example("curvature").main(options)
     assert len(losses) == 5 and sorted(curves) == [0, 4]
     assert all(len(each) == 2 and each[0] <= each[1] for each in curves.values())
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert "largest curvature" in capsys.readouterr().out
 
 
-def test_laplacian_of_two_components(tmp_path: Path, store: Path, monkeypatch, capsys):
+def test_laplacian_of_two_components(tmp_path: Path, store: Path, load_example, capsys):
     """The larger component, a ring of 400 nodes, whose eigenvalues are 1 - cos(2 pi j / 400)."""
     ring, other = np.arange(400), np.arange(400, 500)
     rows = np.concatenate([ring, other])
     columns = np.concatenate([np.roll(ring, -1), np.roll(other, -1)])
     np.savez(tmp_path / "graph.npz", row=rows, col=columns, shape=np.array([500, 500]))
     figure = tmp_path / "embedding.png"
-    pairs = load("laplacian", monkeypatch).main(
+    pairs = load_example("laplacian").main(
         [
             *(str(tmp_path / "graph.npz"), "--store", str(store), "--count", "5"),
             *("--budget", "1MiB", "--figure", str(figure)),

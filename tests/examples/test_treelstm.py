@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +11,6 @@ import torch
 pytest.importorskip("matplotlib", reason="penstock[viz] installs matplotlib").use("Agg")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "treelstm.py"
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[Any]:
-    sys.path.insert(0, str(SCRIPT.parent))  # as for a script: it has `_shared`
-    spec = importlib.util.spec_from_file_location("treelstm_example", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPT.parent))
 
 
 def phrase(source: random.Random, num_words: int) -> tuple[str, int]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,15 +19,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "examples" / "two_lines"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def script(name: str) -> Any:
-    """One of the two scripts, as a module."""
-    spec = importlib.util.spec_from_file_location(f"two_lines_{name}", SCRIPTS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def changes() -> list[str]:
@@ -65,9 +54,9 @@ def test_two_lines_are_changed():
     assert changed == ["+import penstock", "+    data.x = penstock.unify(data.x)"]
 
 
-def test_both_scripts_compute_the_same(path, monkeypatch):
+def test_both_scripts_compute_the_same(path, load_example, monkeypatch):
     settle_vector_math()
-    before, after = script("before"), script("after")
+    before, after = load_example("two_lines/before"), load_example("two_lines/after")
     losses, scores = before.train(path, num_epochs=3)
     tables: list[UnifiedTensor] = []
     unify = after.penstock.unify

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from penstock.memory import Ledger
 from penstock.spectral._native import combine_rows
-from penstock.spectral._sources import CSR, check_dtype, from_libraries, read_lists
+from penstock.spectral._sources import CSR, check_dtype, read_lists, read_source
 from penstock.spectral._tiles import DenseSource, TileStream
 from penstock.unified import UnifiedTensor, unify
 
@@ -118,9 +117,7 @@ def open_matrix(
         TypeError: It is no matrix.
         ValueError: It has not two dimensions.
     """
-    if isinstance(source, str | os.PathLike):
-        source = unify(source, device="cpu", cache=0)
-    source = from_libraries(source)
+    source = read_source(source)
     if isinstance(source, Tensor) and source.layout in (torch.sparse_csr, torch.sparse_coo):
         found = source.detach()
         found = found.coalesce().to_sparse_csr() if found.layout == torch.sparse_coo else found

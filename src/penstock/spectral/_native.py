@@ -165,7 +165,12 @@ def combine_rows(
     library = _library() if x.device.type == "cpu" else None
     num_rows = len(offsets) - 1
     if library is None or values.dtype not in KINDS:
-        _combine_by_torch(offsets, columns, values, x, out, first_row, alpha, z, gamma, beta)
+        lists, shape = (offsets - offsets[0], columns, values), (num_rows, x.shape[1])
+        matrix = torch.sparse_csr_tensor(
+            *lists, shape, check_invariants=False, device=values.device
+        )
+        rows = slice(first_row, first_row + num_rows)
+        add_scaled(out[:, rows], (matrix @ x.T).T, z[:, rows], alpha, gamma, beta)
         return
     call = Combination(
         *(offsets, columns, values, x, z, out, first_row, num_rows, len(x)),
@@ -213,32 +218,6 @@ def _rotate_by_torch(y: Tensor, rows: Tensor, out: Tensor) -> Tensor:
         rotated = rotated.to(y.dtype)
         total += rotated.conj() @ rotated.T
     return total
-
-
-def _combine_by_torch(
-    offsets: Tensor,
-    columns: Tensor,
-    values: Tensor,
-    x: Tensor,
-    out: Tensor,
-    first_row: int,
-    alpha: float,
-    z: Tensor,
-    gamma: float,
-    beta: float,
-) -> None:
-    num_rows = len(offsets) - 1
-    matrix = torch.sparse_csr_tensor(
-        offsets - offsets[0],
-        columns,
-        values,
-        (num_rows, x.shape[1]),
-        check_invariants=False,
-        device=values.device,
-    )
-    product = (matrix @ x.T).T
-    place = out[:, first_row : first_row + num_rows]
-    add_scaled(place, product, z[:, first_row : first_row + num_rows], alpha, gamma, beta)
 
 
 def add_scaled(

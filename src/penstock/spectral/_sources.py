@@ -114,6 +114,19 @@ class Surroundings:
         )
 
 
+def read_source(source: Any) -> Any:
+    """Return a table for a path, a tensor for an array, `CSR` for SciPy's matrix, or the source."""
+    if isinstance(source, str | os.PathLike):
+        return unify(source, device="cpu", cache=0)
+    if isinstance(source, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(source))
+    if hasattr(source, "tocsr"):
+        matrix = source.tocsr()
+        lists = (matrix.indptr, matrix.indices, matrix.data)
+        return CSR(*(torch.from_numpy(each) for each in lists), shape=matrix.shape)
+    return source
+
+
 def as_operator(source: Any, around: Surroundings) -> LinearOperator:
     """Return the operator of a source.
 
@@ -130,9 +143,7 @@ def as_operator(source: Any, around: Surroundings) -> LinearOperator:
     if isinstance(source, SymmetricOperator):
         device, dtype = torch.device(source.device), check_dtype(source.dtype)
         return CallableOperator(source.function, int(source.length), dtype, device)
-    if isinstance(source, str | os.PathLike):
-        source = unify(source, device="cpu", cache=0)
-    source = from_libraries(source)
+    source = read_source(source)
     if isinstance(source, CSR):
         return _read_csr(source, around)
     if isinstance(source, Tensor):
