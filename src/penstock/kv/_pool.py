@@ -89,8 +89,7 @@ class BlockPool(Owner):
         self.platform = make_platform(device)
         if recompute is not None and self.platform.has_staging:
             raise PenstockError(f"recompute= is for pools on the CPU; leave it out on {device}")
-        parse_count(block_tokens, name="block_tokens", least=1)
-        self.block_tokens = block_tokens
+        self.block_tokens = parse_count(block_tokens, name="block_tokens", least=1)
         self._selector = resolve_selector(selector)
         self._selected_layers = selected_layers
         self.ledger = Ledger()

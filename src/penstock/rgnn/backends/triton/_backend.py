@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +10,7 @@ import torch
 from triton import knobs
 
 from penstock._lazy import cached_property
-from penstock.codegen import load_module
+from penstock.codegen import load_module, use_device
 from penstock.errors import PenstockError
 from penstock.rgnn.backends._invocation import (
     Backend,
@@ -69,10 +68,7 @@ class TritonBackend(Backend):
                 "the tensors with .to('cuda'), or compile with backend='auto'; for tests, set "
                 "TRITON_INTERPRET=1 before Triton is imported"
             )
-        on_device = contextlib.nullcontext()
-        if device.type == "cuda":  # Triton launches on the current device
-            on_device = torch.cuda.device(device)
-        with on_device, torch.autocast(device.type, enabled=False):
+        with use_device(device), torch.autocast(device.type, enabled=False):
             if device.type == "cuda":
                 self.compile_once(invocation)
             return self.run(invocation, KernelLaunch.__call__)
