@@ -33,7 +33,8 @@ inline bool is_kept(uint32_t key, int64_t column, uint32_t threshold) {
   return mix(key + static_cast<uint32_t>(column) * 0x9e3779b9u) >= threshold;
 }
 
-template <class Element>
+// Write the kept elements, zero elsewhere; or add them to what is there.
+template <class Element, bool kAdds>
 void write_rows(const Rows& rows, uint32_t seed, int64_t begin, int64_t end) {
   const auto threshold = static_cast<uint32_t>(rows.threshold);
   for (int64_t row = begin; row < end; ++row) {
@@ -42,34 +43,21 @@ void write_rows(const Rows& rows, uint32_t seed, int64_t begin, int64_t end) {
     auto* target = reinterpret_cast<Element*>(rows.target) + row * rows.target_stride;
     for (int64_t column = 0; column < rows.num_columns; ++column) {
       const Element value = source[column];
-      target[column] = is_kept(key, column, threshold) ? value : Element(0);
-    }
-  }
-}
-
-template <class Element>
-void add_rows(const Rows& rows, uint32_t seed, int64_t begin, int64_t end) {
-  const auto threshold = static_cast<uint32_t>(rows.threshold);
-  for (int64_t row = begin; row < end; ++row) {
-    const uint32_t key = mix(seed + static_cast<uint32_t>(rows.first + row));
-    const auto* source = reinterpret_cast<const Element*>(rows.source) + row * rows.source_stride;
-    auto* target = reinterpret_cast<Element*>(rows.target) + row * rows.target_stride;
-    for (int64_t column = 0; column < rows.num_columns; ++column) {
-      const Element value = source[column];
-      target[column] += is_kept(key, column, threshold) ? value : Element(0);
+      const Element kept = is_kept(key, column, threshold) ? value : Element(0);
+      target[column] = kAdds ? target[column] + kept : kept;
     }
   }
 }
 
 void mask_rows(const Rows& rows, uint32_t seed, int64_t begin, int64_t end) {
   if (rows.accumulate) {
-    return rows.element_bytes == 4 ? add_rows<float>(rows, seed, begin, end)
-                                   : add_rows<double>(rows, seed, begin, end);
+    return rows.element_bytes == 4 ? write_rows<float, true>(rows, seed, begin, end)
+                                   : write_rows<double, true>(rows, seed, begin, end);
   }
   switch (rows.element_bytes) {
-    case 2: return write_rows<uint16_t>(rows, seed, begin, end);
-    case 4: return write_rows<uint32_t>(rows, seed, begin, end);
-    default: return write_rows<uint64_t>(rows, seed, begin, end);
+    case 2: return write_rows<uint16_t, false>(rows, seed, begin, end);
+    case 4: return write_rows<uint32_t, false>(rows, seed, begin, end);
+    default: return write_rows<uint64_t, false>(rows, seed, begin, end);
   }
 }
 
