@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dynamo import run_uncompiled
 from penstock.compat.modules import read_version, refuse_changed_buffers
+from penstock.compat.random_numbers import keep_random_state, random_state
 from penstock.iomodel._module_tensors import find_leaves
 from penstock.iomodel._modules import name_module
-from penstock.iomodel._random_numbers import keep_random_state, random_state
 from penstock.iomodel._row_checks import Run, check_beside_others, check_rows, choose_rows
 from penstock.iomodel._sum_checks import check_sum
 

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from penstock._lazy import cached_property
 from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dispatch import TorchDispatchMode, are_functorch_transforms_active, tree_leaves
+from penstock.compat.random_numbers import keep_random_state
 from penstock.iomodel._chain import ChainOperator, ChainPlan, chain
 from penstock.iomodel._chain_checks import check_result, refuse_buffer_changes
 from penstock.iomodel._chain_operator import Features
@@ -38,7 +39,6 @@ from penstock.iomodel._modules import (
     makes_new_value,
     name_module,
 )
-from penstock.iomodel._random_numbers import keep_random_state
 from penstock.iomodel._row_chunks import reuse_memory, spare_leaf
 from penstock.iomodel._segment_runs import SegmentRuns
 from penstock.iomodel._timing import Line, time_best, time_call

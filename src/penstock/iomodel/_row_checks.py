@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.iomodel._random_numbers import keep_random_state
+from penstock.compat.random_numbers import keep_random_state
 
 Run = Callable[[Tensor, Sequence[Tensor]], Tensor]
 _NUM_ROWS = 8

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from penstock.compat.dynamo import run_uncompiled
+from penstock.compat.random_numbers import keep_random_state
 from penstock.iomodel._chain_checks import refuse_buffer_changes
 from penstock.iomodel._modules import Module, find_in_place, is_plain_linear, name_module
-from penstock.iomodel._random_numbers import keep_random_state
 from penstock.iomodel._row_checks import differ
 
 _NUM_PLACES = 3  # of each dimension

@@ -16,13 +16,11 @@ The first run does not count: kernels and caches are initialised in it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +28,7 @@ from penstock.batching._meter import measured_peak
 from penstock.batching.dynamic._layout import BatchPlan, ExecutionPlan, Operands
 from penstock.batching.dynamic._outputs import OutputPools, has_gradient
 from penstock.compat.dispatch import tree_leaves, tree_map
+from penstock.compat.random_numbers import keep_all_random_states
 from penstock.errors import CapacityError
 from penstock.units import format_bytes
 
@@ -244,13 +243,10 @@ def _measure_cell(
 def _preserve_state(cell: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore buffers and random numbers afterwards, also after an exception."""
     buffers = {name: each.clone() for name, each in cell.named_buffers()}
-    numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 (a cell may use them)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with keep_all_random_states(device):
             yield
     finally:
-        random.setstate(numbers[0])
-        np.random.set_state(numbers[1])  # noqa: NPY002
         for name, each in cell.named_buffers():
             if name in buffers:
                 each.data.copy_(buffers[name])

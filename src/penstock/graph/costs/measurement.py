@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from penstock.compat.autograd import below_autograd
+from penstock.compat.random_numbers import keep_random_state
 from penstock.graph.capturing.schemas import COLLECTIVES
 from penstock.graph.encoding import (
     EMPTY,
@@ -79,7 +80,7 @@ def measure(
             continue
         key = _cost_key(operator)
         if key not in known:
-            with torch.random.fork_rng([where] if where.type == "cuda" else []):
+            with keep_random_state(where):
                 known[key] = _measure_or_estimate(graph, operator, where, num_runs, workspace)
         seconds, workspace_bytes = known[key]
         operators.append(

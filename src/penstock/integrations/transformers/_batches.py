@@ -12,16 +12,15 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+
+from penstock.compat.random_numbers import keep_all_random_states
 
 _logger = logging.getLogger(__name__)
 
@@ -233,7 +232,7 @@ def read_epoch(loader: object, *, with_masks: bool = False) -> list[Batch] | Non
         return None
     if loader.batch_sampler is None:
         return None
-    with preserve_random_states():
+    with keep_all_random_states():
         try:
             sampler = copy.deepcopy(loader.batch_sampler, {id(loader.dataset): loader.dataset})
             indices = [list(each) for each in itertools.islice(sampler, _MAX_BATCHES)]
@@ -241,20 +240,6 @@ def read_epoch(loader: object, *, with_masks: bool = False) -> list[Batch] | Non
             _logger.info("the sampler cannot be copied, lengths are learned in training: %s", error)
             return None
         return _read(loader, indices, with_masks)
-
-
-@contextmanager
-def preserve_random_states() -> Iterator[None]:
-    """Restore the random states of torch, NumPy and Python after the block."""
-    # Data sets that seed NumPy use its legacy state.
-    numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
-    torch_state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def _read(

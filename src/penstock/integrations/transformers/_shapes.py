@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from penstock.activations import offload
+from penstock.compat.random_numbers import keep_all_random_states
 from penstock.errors import InfeasibleError
 from penstock.executor import ExecutionReport, PlannedStep, fit
 from penstock.integrations.transformers._batches import (
@@ -29,7 +30,6 @@ from penstock.integrations.transformers._batches import (
     choose_longer,
     group_updates,
     mask_partly,
-    preserve_random_states,
     read_epoch,
     read_form,
     take_rows,
@@ -348,7 +348,7 @@ class PlannedShapes:
         rows = [take_rows(update[0], 2)]
         buffers = [(each, each.clone()) for each in self._loss.buffers()]
         losses = []
-        with preserve_random_states(), torch.no_grad():
+        with keep_all_random_states(), torch.no_grad():
             before = torch.get_rng_state()
             for each in (rows, self._pad.resize(rows, longer)):
                 batch = self._loss.make_batch(each, self._num_items)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from penstock.compat.random_numbers import keep_random_state
 from penstock.lora._adapters import Adapter
 from penstock.lora.jobs._checks import check_adapter_layers
 from penstock.lora.jobs._packed_model import PackedModel
@@ -94,11 +95,7 @@ class AdapterHost:
         from peft import get_peft_model
 
         self._check_targets(name, config)
-        device = self._packed.device
-        with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            warnings.catch_warnings(),
-        ):
+        with keep_random_state(self._packed.device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
             torch.manual_seed(derive_seed(seed, "weights"))
             try:
