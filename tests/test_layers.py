@@ -19,7 +19,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "penstock"
 
 LAYERS = [
-    {"compat", "solvers", "units", "errors", "tables", "packages", "_lazy", "_version"},
+    {"compat", "solvers", "units", "errors", "tables", "_lazy", "_version"},
     {"memory", "codegen"},
     {"iomodel"},
     {"activations", "unified", "attention", "ops", "graph", "rgnn", "batching"},

@@ -78,8 +78,8 @@ def test_parameters_that_a_loss_does_not_reach():
         (lambda w: hessian(lambda: w @ w, {"w": w}.items()), TypeError, "without their names"),
         (lambda w: hessian(lambda: w @ w, [w, w]), ValueError, "given twice"),
         (lambda w: fisher(lambda: w * w, [w, w]), ValueError, "given twice"),
-        (lambda w: hessian(lambda: w @ w, [w], num_batches=-1), ValueError, "num_batches=-1"),
-        (lambda w: fisher(lambda: w * w, [w], num_batches=1.5), TypeError, "num_batches=1.5"),
+        (lambda w: hessian(lambda: w @ w, [w], num_batches=-1), ValueError, "num_batches is -1"),
+        (lambda w: fisher(lambda: w * w, [w], num_batches=1.5), TypeError, "num_batches is 1.5"),
         (lambda w: hessian(w @ w, [w]), TypeError, "loss: got Tensor"),
     ],
 )

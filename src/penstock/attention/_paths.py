@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.attention import _native, _torch
 from penstock.attention._layout import Layout
 from penstock.compat.dynamo import mark_constant
-from penstock.packages import is_installed
+from penstock.compat.packages import is_installed
 
 
 class Path(NamedTuple):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from penstock.cli._functions import frames_of_user, import_function
 from penstock.cli._options import name_option, number_option
+from penstock.compat.packages import import_package
 from penstock.errors import GraphFileError, PenstockError
-from penstock.packages import import_package
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from penstock.compat.packages import import_package
 from penstock.errors import PenstockError
 from penstock.memory.files import check_replaceable, replace_file
-from penstock.packages import import_package
 
 STANDARD_OUTPUT = Path("-")
 """The value of `--report` for standard output."""

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.packages import is_installed
+from penstock.compat.packages import is_installed
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any, NoReturn, TypeVar, cast
 
-from penstock.packages import import_package
+from penstock.compat.packages import import_package
 
 import_package("torch_geometric", "penstock.integrations.pyg")
 

@@ -9,9 +9,9 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.compat.packages import import_package
 from penstock.iomodel._roofline import COMPUTE, Roofline
 from penstock.memory.files import replace_file
-from penstock.packages import import_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

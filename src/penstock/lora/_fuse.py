@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from penstock.packages import import_package
+from penstock.compat.packages import import_package
 from penstock.tables import Report
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from penstock.compat.packages import import_package
 from penstock.memory import Tier, Timeline
 from penstock.memory.files import replace_file
-from penstock.packages import import_package
 from penstock.report._trace import Lane, LaneKind, find_bounds, sort_into_lanes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.packages import import_package, is_installed
+from penstock.compat.packages import import_package, is_installed
 
 _INFINITY = float("inf")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.compat.autograd import outlive_inference
 from penstock.spectral._sources import SymmetricOperator
+from penstock.units import parse_count
 
 
 def hessian(
@@ -155,10 +156,7 @@ def _check_arguments(
             f"{name}: got {type(function).__name__}; expected a function without arguments, as "
             "each product builds the graph anew"
         )
-    if isinstance(num_batches, bool) or not isinstance(num_batches, int):
-        raise TypeError(f"num_batches={num_batches!r}: expected an integer of at least 1")
-    if num_batches < 1:
-        raise ValueError(f"num_batches={num_batches}: expected at least 1")
+    parse_count(num_batches, name="num_batches", least=1)
     if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
         raise TypeError(
             f"parameters: got {type(parameters).__name__}; expected tensors, such as "

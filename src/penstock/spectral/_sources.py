@@ -114,19 +114,6 @@ class Surroundings:
         )
 
 
-def read_source(source: Any) -> Any:
-    """Return a table for a path, a tensor for an array, `CSR` for SciPy's matrix, or the source."""
-    if isinstance(source, str | os.PathLike):
-        return unify(source, device="cpu", cache=0)
-    if isinstance(source, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(source))
-    if hasattr(source, "tocsr"):
-        matrix = source.tocsr()
-        lists = (matrix.indptr, matrix.indices, matrix.data)
-        return CSR(*(torch.from_numpy(each) for each in lists), shape=matrix.shape)
-    return source
-
-
 def as_operator(source: Any, around: Surroundings) -> LinearOperator:
     """Return the operator of a source.
 
@@ -153,15 +140,17 @@ def as_operator(source: Any, around: Surroundings) -> LinearOperator:
     raise TypeError(f"operator: got {type(source).__name__}; expected {_ACCEPTED}")
 
 
-def from_libraries(source: Any) -> Any:
-    """Return NumPy's arrays as tensors and SciPy's matrices as `CSR`, all others as they are.
+def read_source(source: Any) -> Any:
+    """Return a table for a path, a tensor for an array, `CSR` for SciPy's matrix, or the source.
 
     Raises:
         TypeError: The array is masked, or its dtype is none of torch's.
     """
+    if isinstance(source, str | os.PathLike):
+        return unify(source, device="cpu", cache=0)
     if isinstance(source, np.ndarray):
         return _read_array(source)
-    if hasattr(source, "tocsr"):  # of SciPy
+    if hasattr(source, "tocsr"):
         matrix = source.tocsr()
         lists = (matrix.indptr, matrix.indices, matrix.data)
         return CSR(*map(_read_array, lists), shape=matrix.shape)

@@ -28,10 +28,10 @@ import typer
 
 from penstock.cli._options import Interruption, directory_option, hidden_option
 from penstock.cli._run import MIN_BYTES_HELP
+from penstock.compat.packages import is_installed
 from penstock.errors import PenstockError
 from penstock.memory import RAM_FILESYSTEMS, filesystem_type
 from penstock.memory.files import replace_file
-from penstock.packages import is_installed
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ Packed documents and sliding windows then cost what they see (`docs/attention.md
 
 # ruff: noqa: E402  # its absence is reported first
 
-from penstock.packages import import_package
+from penstock.compat.packages import import_package
 
 import_package("transformers", "penstock.integrations.transformers")
 

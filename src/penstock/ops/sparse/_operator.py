@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock.compat.dynamo import mark_constant
+from penstock.compat.packages import is_installed
 from penstock.ops.sparse import _native, _torch
 from penstock.ops.sparse._rows import KnownProduct, ProductOperands, Rows, read_tensors
-from penstock.packages import is_installed
 
 
 def name_kernels(values: Tensor) -> str:

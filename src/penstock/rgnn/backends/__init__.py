@@ -8,7 +8,7 @@ import logging
 import torch
 
 from penstock.codegen import why_nothing_can_be_built
-from penstock.packages import is_installed
+from penstock.compat.packages import is_installed
 from penstock.rgnn.backends._invocation import Backend, Invocation, Results
 from penstock.rgnn.backends._torch import TorchBackend
 from penstock.rgnn.backends.cpp import CppBackend
