@@ -15,7 +15,7 @@ import penstock.graph
 import penstock.memory
 import penstock.report
 from fork_servers import find_python
-from penstock.cli import _plan, app
+from penstock.cli import _models, _plan, app
 from penstock.cli._models import SHAPES, ModelError, ModelOptions, load_graph
 from penstock.cli._options import Interruption
 from penstock.cli._plan import CapturedModel, PlanOptions, parse_device_memory
@@ -173,7 +173,7 @@ def test_ctrl_c_during_the_capture_says_that_there_is_nothing(saved, monkeypatch
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_plan, "load_graph", interrupted)
+    monkeypatch.setattr(_models, "load_graph", interrupted)
     with pytest.raises(Interruption):
         _plan.plan(PlanOptions(model=str(saved), machine="test"))
     assert "interrupted before there was a plan" in capsys.readouterr().err

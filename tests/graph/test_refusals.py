@@ -1,5 +1,6 @@
 """Programs that cannot be captured are refused with the line that is the reason."""
 
+import functools
 import math
 import random
 import re
@@ -233,7 +234,8 @@ def test_torchs_own_errors_without_a_line_of_the_model_name_that_of_the_capture(
 
 
 def test_checks_of_distributions_name_the_way_out():
-    model = Step(lambda weight, x: torch.distributions.Normal(weight, 1.0).log_prob(x).sum())
+    normal = functools.partial(torch.distributions.Normal, scale=1.0, validate_args=True)
+    model = Step(lambda weight, x: normal(weight).log_prob(x).sum())
     with pytest.raises(CaptureError, match="validate_args=False"):
         capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
 

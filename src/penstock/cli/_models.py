@@ -15,6 +15,7 @@ from penstock.errors import GraphFileError, PenstockError
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
     from torch import nn
 
     from penstock.graph import StepGraph
@@ -111,6 +112,22 @@ class ModelOptions:
 def name_model(source: str) -> str:
     """Return the name of a model for titles: of a file its own, without folder and suffix."""
     return Path(source).name.removesuffix(".gz").removesuffix(".json")
+
+
+def show_capture(
+    source: str, options: ModelOptions, machine: str | None, save: Path | None, err: Console
+) -> StepGraph:
+    """Capture as `load_graph` does, for a machine, and save the graph; a spinner says so."""
+    from penstock.graph import with_workspace
+    from penstock.memory import machine as find_machine
+
+    with err.status(f"Capturing a training step of {source}"):
+        graph = load_graph(source, options)
+        if machine is not None:
+            graph = with_workspace(graph, find_machine(machine).device)
+    if save is not None:
+        graph.save(save)
+    return graph
 
 
 def load_graph(source: str, options: ModelOptions) -> StepGraph:

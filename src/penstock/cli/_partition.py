@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli._models import ModelOptions, load_graph, name_model
+from penstock.cli._models import ModelOptions, name_model, show_capture
 from penstock.cli._options import (
     MACHINE_OPTION,
     MODEL_ARGUMENT,
@@ -76,7 +76,6 @@ def partition(options: PartitionOptions) -> None:
 def _show_partition(options: PartitionOptions) -> None:
     from rich.console import Console
 
-    from penstock.graph import with_workspace
     from penstock.memory import machine, probe
     from penstock.partitioner import check
     from penstock.partitioner import partition as find_partition
@@ -86,12 +85,7 @@ def _show_partition(options: PartitionOptions) -> None:
     parse_device_memory(options.device_memory, 0)  # what is wrong is said before the capture
     check_results(save=options.save, save_graph=options.save_graph, picture=options.picture)
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
-    with err.status(f"Capturing a training step of {options.model}"):
-        graph = load_graph(options.model, options)
-        if options.machine is not None:
-            graph = with_workspace(graph, machine(options.machine).device)
-    if options.save_graph is not None:
-        graph.save(options.save_graph)
+    graph = show_capture(options.model, options, options.machine, options.save_graph, err)
     peak = peak_of_program_order(graph)
     budget = parse_device_memory(options.device_memory, peak)
     out.print(

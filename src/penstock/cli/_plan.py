@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._models import ModelOptions, load_graph, name_model
+from penstock.cli._models import ModelOptions, name_model, show_capture
 from penstock.cli._options import (
     MACHINE_OPTION,
     MODEL_ARGUMENT,
@@ -163,7 +163,6 @@ def plan(options: PlanOptions) -> None:
 def _show_plans(options: PlanOptions) -> None:
     from rich.console import Console
 
-    from penstock.graph import with_workspace
     from penstock.memory import machine, probe
     from penstock.planner.paging import peak_of_program_order
 
@@ -179,12 +178,7 @@ def _show_plans(options: PlanOptions) -> None:
         picture=options.picture,
     )
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
-    with err.status(f"Capturing a training step of {options.model}"):
-        graph = load_graph(options.model, options)
-        if options.machine is not None:
-            graph = with_workspace(graph, machine(options.machine).device)
-    if options.save_graph is not None:
-        graph.save(options.save_graph)
+    graph = show_capture(options.model, options, options.machine, options.save_graph, err)
     with err.status("Costs of its operators"):
         profile = probe(options.store) if options.machine is None else machine(options.machine)
         captured = CapturedModel(graph, profile, peak_of_program_order(graph), options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 from penstock.errors import PenstockError
 from penstock.kv._blocks import LayerBlocks
 from penstock.kv._partial import ScoreRule, attend, merge, nothing
-from penstock.kv._platform import Platform
 from penstock.kv._pool import BlockPool
 from penstock.kv._resident import find_tails
 from penstock.kv._selector import name_of
@@ -31,6 +31,27 @@ _GROUP_BYTES = 4 * 2**20  # of blocks that a long call gathers at once
 _QUERIES = 1024  # that visibility is evaluated for at once
 
 _Part = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerCall:
+    """The arguments of `attend_pool`, by their names."""
+
+    pool: BlockPool
+    layer: int
+    query: torch.Tensor
+    rule: ScoreRule
+    visibility: Visibility
+    first_token: int
+
+    @property
+    def blocks(self) -> LayerBlocks:
+        """The layer's blocks."""
+        return self.pool.blocks(self.layer)
+
+    def attend(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> _Part:
+        """Return the part of keys and values that are there as tensors, from token `first` on."""
+        return attend(self.query, keys, values, self.rule, self.visibility, first)
 
 
 def attend_pool(
@@ -63,11 +84,12 @@ def attend_pool(
         PenstockError: The pool is closed, or lost tokens.
     """
     pool.check_usable()
+    call = _LayerCall(pool, layer, query, rule, visibility, first_token)
     with pool.lock, pool.platform.use():
         if fresh is None and query.shape[2] <= FEW_TOKENS:
-            part = _attend_few(pool, layer, query, rule, visibility, first_token)
+            part = _attend_few(call)
         else:
-            part = _attend_many(pool, layer, query, rule, visibility, first_token, fresh)
+            part = _attend_many(call, fresh)
         if part is None:
             value_dim = pool.layout(layer).value_dim if fresh is None else fresh[1].shape[3]
             part = nothing(query, value_dim)
@@ -75,20 +97,13 @@ def attend_pool(
     return pool.platform.hand_over(out)
 
 
-def _attend_few(
-    pool: BlockPool,
-    layer: int,
-    query: torch.Tensor,
-    rule: ScoreRule,
-    visibility: Visibility,
-    first_token: int,
-) -> _Part | None:
-    state = pool.blocks(layer)
+def _attend_few(call: _LayerCall) -> _Part | None:
+    pool, layer, state = call.pool, call.layer, call.blocks
     selector: Any = pool.selector_of(layer)
     # A user's selector may have `note` or not, behind one that always has.
     is_noted = bool(getattr(selector, "has_note", hasattr(selector, "note")))
-    step = _Step(pool.platform, state, query, rule, visibility, first_token, is_noted)
-    chosen = None if selector is None else _select(pool, layer, query, selector)
+    step = _Step(call, state, is_noted)
+    chosen = None if selector is None else _select(call, selector)
     if chosen is None and not is_noted and step.reads_all:
         resident = pool.resident.find_all(state, layer, step.first_block)
         if resident is not None and resident.addresses is not None:
@@ -104,7 +119,7 @@ def _attend_few(
     is_read = step.find_read(chosen)
     c, b, h = np.nonzero(is_read.transpose(2, 0, 1))  # block after block
     pages = state.table[b, c + step.first_block]
-    is_repeated = selector is None and first_token == 0
+    is_repeated = selector is None and call.first_token == 0
     is_shared = state.batch_size > 1 and pool.is_shared(pages)
     stream = pool.stream(layer, pages, h, is_repeated=is_repeated)
     # It holds slots and buffers, and a traceback of an error here may live on.
@@ -122,10 +137,11 @@ def _attend_few(
     return step.result
 
 
-def _select(pool: BlockPool, layer: int, query: torch.Tensor, selector: Any) -> torch.Tensor | None:
+def _select(call: _LayerCall, selector: Any) -> torch.Tensor | None:
     """Return what a selector chooses."""
+    pool, layer = call.pool, call.layer
     num_tokens = pool.length(layer)
-    chosen = selector.select(query, layer, pool)
+    chosen = selector.select(call.query, layer, pool)
     if pool.length(layer) != num_tokens:
         raise PenstockError(
             f"selector {name_of(selector)!r} changed layer {layer} of the pool, from {num_tokens} "
@@ -145,35 +161,26 @@ class _Step:
         has_tail: Whether the tail was attended to.
     """
 
-    def __init__(
-        self,
-        platform: Platform,
-        state: LayerBlocks,
-        query: torch.Tensor,
-        rule: ScoreRule,
-        visibility: Visibility,
-        first_token: int,
-        is_noted: bool,
-    ) -> None:
-        layout = state.layout
+    def __init__(self, call: _LayerCall, state: LayerBlocks, is_noted: bool) -> None:
+        layout, query, rule = state.layout, call.query, call.rule
         T = layout.block_tokens
-        self._platform, self._state, self._is_noted = platform, state, is_noted
+        self._platform, self._state, self._is_noted = call.pool.platform, state, is_noted
         self._rule = rule
         self._shape = (state.batch_size, layout.num_heads)
         self._query_shape = query.shape[:3]
-        self.attention = platform.attention(query.detach(), layout, rule.scale, rule.softcap)
+        self.attention = self._platform.attention(query.detach(), layout, rule.scale, rule.softcap)
         self.num_rows = query.shape[1] // layout.num_heads * query.shape[2]
         self.has_tail = False
         self._block_lse: list[tuple[int, torch.Tensor]] = []  # with the first column
-        self.first_block = first_token // T
+        self.first_block = call.first_token // T
         self._num_columns = state.num_blocks - self.first_block
         start = self.first_block * T
-        seen = visibility.of_call(query.shape[2], start, state.num_tokens)
+        seen = call.visibility.of_call(query.shape[2], start, state.num_tokens)
         bias = rule.bias
-        if first_token > start:
+        if call.first_token > start:
             shape = (1, 1, 1, state.num_tokens - start)
             seen = query.new_ones(shape, dtype=torch.bool) if seen is None else seen.clone()
-            seen[..., : first_token - start] = False
+            seen[..., : call.first_token - start] = False
         if bias is not None:
             before = rule.bias_start - start
             bias = (
@@ -298,41 +305,30 @@ class _Step:
         return self._platform.from_host(blocks[:, :, used]), weights.index_select(2, columns)
 
 
-def _attend_many(
-    pool: BlockPool,
-    layer: int,
-    query: torch.Tensor,
-    rule: ScoreRule,
-    visibility: Visibility,
-    first_token: int,
-    fresh: tuple[torch.Tensor, torch.Tensor] | None,
-) -> _Part | None:
+def _attend_many(call: _LayerCall, fresh: tuple[torch.Tensor, torch.Tensor] | None) -> _Part | None:
     whole: list[_Part] = []
-    num_tokens = pool.length(layer)
+    pool = call.pool
+    num_tokens = pool.length(call.layer)
     if num_tokens:
-        state = pool.blocks(layer)
-        for first, keys, values in _gather(pool, layer, query.shape[2], visibility, first_token):
-            whole = [merge([*whole, attend(query, keys, values, rule, visibility, first)])]
+        state = call.blocks
+        for first, keys, values in _gather(call):
+            whole = [merge([*whole, call.attend(keys, values, first)])]
         if state.num_tail:
             keys, values = state.tail_parts
             first = state.num_blocks * pool.block_tokens
-            skipped = max(0, first_token - first)
+            skipped = max(0, call.first_token - first)
             if skipped < state.num_tail:
                 some = slice(skipped, state.num_tail)
-                part = attend(
-                    query, keys[:, :, some], values[:, :, some], rule, visibility, first + skipped
-                )
+                part = call.attend(keys[:, :, some], values[:, :, some], first + skipped)
                 whole = [merge([*whole, part])]
     if fresh is not None:
-        whole = [merge([*whole, attend(query, *fresh, rule, visibility, num_tokens)])]
+        whole = [merge([*whole, call.attend(*fresh, num_tokens)])]
     return whole[0] if whole else None
 
 
-def _gather(
-    pool: BlockPool, layer: int, num_queries: int, visibility: Visibility, first_token: int
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _gather(call: _LayerCall) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yield full blocks that are seen, as their first token, keys and values, group by group."""
-    state = pool.blocks(layer)
+    pool, layer, state, first_token = call.pool, call.layer, call.blocks, call.first_token
     layout, T = state.layout, pool.block_tokens
     B, H = state.batch_size, layout.num_heads
     pool.make_chunks(B * layout.page_bytes)
@@ -340,7 +336,7 @@ def _gather(
     num_columns = max(1, group_bytes // (B * layout.page_bytes))
     starts = range(first_token // T, state.num_blocks, num_columns)
     groups = [range(first, min(first + num_columns, state.num_blocks)) for first in starts]
-    seen = [g for g in groups if _is_seen(visibility, num_queries, g.start * T, g.stop * T)]
+    seen = [group for group in groups if _is_seen(call, group.start * T, group.stop * T)]
     columns = np.array([c for group in seen for c in group], dtype=np.int64)
     c, b, h = (axis.ravel() for axis in np.indices((len(columns), B, H)))
     ends = np.cumsum([len(group) * B * H for group in seen], dtype=np.int64)
@@ -402,10 +398,11 @@ class _ColumnGroup:
         self._scratch.end_reading()
 
 
-def _is_seen(visibility: Visibility, num_queries: int, first: int, last: int) -> bool:
+def _is_seen(call: _LayerCall, first: int, last: int) -> bool:
     """Return whether any query sees any of the keys `[first, last)`."""
+    num_queries = call.query.shape[2]
     for i in range(0, num_queries, _QUERIES):
-        seen = visibility.between(slice(i, min(i + _QUERIES, num_queries)), first, last)
+        seen = call.visibility.between(slice(i, min(i + _QUERIES, num_queries)), first, last)
         if seen is None or bool(seen.any()):
             return True
     return False
