@@ -119,9 +119,9 @@ def kill(count: int, tier: str, store: Path, *, seed: int = 0) -> Counter[str]:
             _train_for_ever(tier, store, writer)
         os.close(writer)
         assert os.read(reader, 1), "it died before its first step had ended"
-        os.close(reader)
         time.sleep(moments.uniform(0, 0.2))
         os.kill(child, signal.SIGKILL)
+        os.close(reader)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         outcomes["killed" if status == -signal.SIGKILL else "wrong"] += 1
         outcomes["files left"] += any(store.iterdir())

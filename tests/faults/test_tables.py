@@ -96,8 +96,8 @@ def child_that(work: Callable[[int], None]) -> Iterator[tuple[int, int]]:
     try:
         yield child, reading
     finally:
+        os.kill(child, signal.SIGKILL)  # before the pipe is closed, for it may be writing to it
         os.close(reading)
-        os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
