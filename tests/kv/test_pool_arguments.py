@@ -39,8 +39,8 @@ WRONG: dict[str, tuple[Callable[[BlockPool], object], type[Exception]]] = {
     "a mask as index": (lambda pool: pool.reorder(torch.tensor([False, True])), TypeError),
     "an index of floats": (lambda pool: pool.reorder(torch.tensor([1.9, 0.2])), TypeError),
     "an index of two dimensions": (lambda pool: pool.reorder(torch.tensor([[1, 0]])), ValueError),
-    "repeats of 1.5": (lambda pool: pool.repeat(1.5), ValueError),  # type: ignore[arg-type]
-    "a crop to 9.5": (lambda pool: pool.crop(9.5), ValueError),  # type: ignore[arg-type]
+    "repeats of 1.5": (lambda pool: pool.repeat(1.5), TypeError),  # type: ignore[arg-type]
+    "a crop to 9.5": (lambda pool: pool.crop(9.5), TypeError),  # type: ignore[arg-type]
     "three heads": (lambda pool: pool.keys_of(0, torch.zeros(2, 3, 1).long()), ValueError),
     "block -2": (lambda pool: pool.keys_of(0, torch.full((2, 2, 1), -2)), ValueError),
     "block 5": (lambda pool: pool.keys_of(0, torch.full((2, 2, 1), 5)), ValueError),
@@ -183,7 +183,7 @@ def test_threads_take_turns():
 
 @pytest.mark.parametrize("options", [{"slots": float("nan")}, {"slots": 2.5}])
 def test_a_simulation_of_slots_that_are_none(options: dict[str, Any]):
-    with pytest.raises(ValueError, match="whole number"):
+    with pytest.raises(TypeError, match="whole number"):
         simulate([[1]], **options)
 
 

@@ -407,7 +407,7 @@ def test_wrong_jobs_are_named(name, batches, error, message: str):
             "job 'a', step 1, piece 1 has size 12, above cap=10; raise the cap, or divide",
         ),
         ([JobBatches("a", [[1]])], {"pipeline_depth": 0}, ValueError, "pipeline_depth"),
-        ([JobBatches("a", [[1]])], {"pipeline_depth": 1.5}, ValueError, "pipeline_depth"),
+        ([JobBatches("a", [[1]])], {"pipeline_depth": 1.5}, TypeError, "pipeline_depth"),
         ([JobBatches("a", [[1]])], {"time_limit": -1}, ValueError, "time_limit"),
     ],
 )

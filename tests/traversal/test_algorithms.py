@@ -129,7 +129,10 @@ def test_a_node_that_is_none_is_named_by_reverse(tmp_path: Path):
     [
         ({"damping": "x"}, "damping='x': expected a number"),
         ({"tol": None}, "tol=None: expected a number"),
-        ({"max_iterations": 2.5}, "max_iterations=2.5: expected a whole number"),
+        (
+            {"max_iterations": 2.5},
+            "max_iterations is 2.5 of type float, but must be a whole number",
+        ),
     ],
 )
 def test_options_of_pagerank_that_are_no_numbers_are_named(options: dict[str, Any], says: str):

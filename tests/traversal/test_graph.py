@@ -221,9 +221,9 @@ def test_wrong_arguments_are_refused():
         CSRGraph([0], [], flow="both")
     with pytest.raises(ValueError, match="edge_ids: expected one for each of 1 edges, got 2"):
         CSRGraph([0, 1], [0], edge_ids=[4, 5])
-    with pytest.raises(ValueError, match=r"num_nodes=-1: expected a whole number"):
+    with pytest.raises(ValueError, match=r"num_nodes is -1, but must be at least 0"):
         CSRGraph.from_edges(edges, -1)
-    with pytest.raises(ValueError, match=r"num_nodes=2\.5: expected a whole number"):
+    with pytest.raises(TypeError, match=r"num_nodes is 2\.5 .* must be a whole number"):
         CSRGraph.from_edges(edges, 2.5)
     with pytest.raises(ValueError, match="names node 0, but num_nodes=0"):
         CSRGraph.from_edges(edges, 0)

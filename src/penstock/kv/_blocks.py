@@ -13,6 +13,7 @@ from penstock.kv._device import DeviceTier
 from penstock.kv._layout import BlockLayout, FullBlocks
 from penstock.kv._lower import PageTiers
 from penstock.kv._pages import PageTable
+from penstock.units import parse_count
 
 
 @dataclass(eq=False)
@@ -148,8 +149,7 @@ def check_index(index: torch.Tensor) -> None:
 
 def index_repeats(sizes: Iterable[int], repeats: int) -> dict[int, torch.Tensor]:
     """Return the index that repeats every sequence, by the number of sequences."""
-    if not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"repeats must be a whole number from 1 on; got {repeats!r}")
+    repeats = parse_count(repeats, name="repeats", least=1)
     return {
         size: torch.arange(size, device="cpu").repeat_interleave(repeats) for size in set(sizes)
     }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from numbers import Integral
 
 import torch
 
 from penstock._lazy import cached_property
 from penstock.memory.pages import round_up
+from penstock.units import parse_count
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -129,8 +129,8 @@ def check_place(
     device: torch.device, layer: object, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
     """Raise `ValueError` if keys or values are not for a layer, on the device of their pool."""
-    if not isinstance(layer, Integral) or not 0 <= int(layer) < 2**31:
-        raise ValueError(f"layer must be a whole number from 0 on; got {layer!r}")
+    if parse_count(layer, name="layer") >= 2**31:
+        raise ValueError(f"layer is {layer}, but must be below {2**31}")
     if keys.device != device or values.device != device:
         raise ValueError(
             f"keys and values must be on the pool's device, {device}; got {keys.device} and "

@@ -210,11 +210,11 @@ class BlockPool(Owner):
             layers: Layers to crop; None: all.
 
         Raises:
-            ValueError: The tokens before are not there: the layer keeps a window only.
+            ValueError, TypeError: It is no whole number from 0 on, or the tokens before are not
+                there: the layer keeps a window only.
         """
         self.check_usable()
-        if not isinstance(num_tokens, int) or num_tokens < 0:
-            raise ValueError(f"num_tokens must be a whole number from 0 on; got {num_tokens!r}")
+        num_tokens = parse_count(num_tokens, name="num_tokens")
         for layer in self.layers() if layers is None else layers:
             state = self._layers.get(layer)
             if state is not None and num_tokens < state.num_tokens:
@@ -256,7 +256,7 @@ class BlockPool(Owner):
         """Make every sequence `repeats` sequences, one after the other.
 
         Raises:
-            ValueError: `repeats` is no whole number above 0.
+            ValueError, TypeError: `repeats` is no whole number above 0.
         """
         self.check_usable()
         sizes = {i: self.batch_size(i) for i in self.layers() if layers is None or i in layers}

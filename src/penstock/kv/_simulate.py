@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from numbers import Integral
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,7 +11,7 @@ from numpy.typing import ArrayLike
 from penstock.kv._residency import RecordResidency
 from penstock.kv._reuse import Ids
 from penstock.tables import Report
-from penstock.units import parse_bytes
+from penstock.units import parse_bytes, parse_count
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -121,15 +120,12 @@ def _as_ids(step: ArrayLike) -> Ids:
 
 
 def _count_slots(slots: int | None, budget: int | str | None, record_bytes: int) -> int:
-    if not isinstance(record_bytes, Integral) or record_bytes < 1:
-        raise ValueError(f"record_bytes must be a whole number from 1 on; got {record_bytes}")
+    record_bytes = parse_count(record_bytes, name="record_bytes", least=1)
     if slots is None and budget is not None:
         return parse_bytes(budget, name="budget") // record_bytes
     if slots is None or budget is not None:
         raise ValueError(f"give one of slots and budget; got slots={slots!r}, budget={budget!r}")
-    if not isinstance(slots, Integral) or slots < 0:
-        raise ValueError(f"slots must be a whole number from 0 on; got {slots}")
-    return int(slots)
+    return parse_count(slots, name="slots")
 
 
 def _run_residency(

@@ -24,7 +24,7 @@ from penstock.batching import pack_bins
 from penstock.batching.packing import FirstFit
 from penstock.lora._order_search import Positions, Step, search_orders
 from penstock.lora._schedule import JobBatches, JobPiece, Schedule, find_bound
-from penstock.units import parse_bytes
+from penstock.units import parse_bytes, parse_count
 
 # Pieces that are placed over all tries: some seconds of Python.
 _MOST_PLACEMENTS = 200_000
@@ -114,8 +114,7 @@ def _check_arguments(jobs: Sequence[JobBatches], cap: int, depth: int, time_limi
                     f"job {job.name!r}, step {step}, piece {sizes.index(largest)} has size "
                     f"{largest}, above cap={cap}; raise the cap, or divide that piece"
                 )
-    if not isinstance(depth, int) or depth < 1:
-        raise ValueError(f"pipeline_depth must be a whole number >= 1; got {depth!r}")
+    parse_count(depth, name="pipeline_depth", least=1)
     if not time_limit >= 0:
         raise ValueError(f"time_limit must be a number of seconds >= 0; got {time_limit!r}")
 

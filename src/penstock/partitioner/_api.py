@@ -22,7 +22,7 @@ from penstock.partitioner._search import FoundSplit, SplitSearch
 from penstock.partitioner._split import Model, StepSplit
 from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
-from penstock.units import format_bytes, parse_bytes
+from penstock.units import format_bytes, parse_bytes, parse_count
 
 _SEARCH_SHARE = 0.75  # of the time limit; the rest is for trials and the bound
 _NUM_TRIALS = 8  # of partitions that might fit
@@ -73,7 +73,7 @@ def partition(
     The search follows Wang, Huang and Li, EuroSys 2019, sections 4 and 5, with replication at a
     price in the place of none.
     """
-    check_devices(devices)
+    devices = parse_count(devices, name="devices", least=2)
     if not time_limit > 0:
         raise ValueError(f"time_limit is {time_limit!r}; accepted are seconds above 0")
     if method not in METHODS:
@@ -137,12 +137,6 @@ def _first_written(trials: Iterable[Partition]) -> Partition | None:
             return each
         first = first or each
     return first
-
-
-def check_devices(devices: object) -> None:
-    """Refuse what is no number of ranks."""
-    if type(devices) is not int or devices < 2:
-        raise ValueError(f"devices is {devices!r}; accepted is a whole number of at least 2")
 
 
 def make_search(

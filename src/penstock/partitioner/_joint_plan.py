@@ -20,7 +20,7 @@ from typing import NamedTuple, TypedDict, Unpack, overload
 from penstock.errors import InfeasibleError, PlanError
 from penstock.graph import StepGraph
 from penstock.memory import FileStore, MachineProfile, find_machine
-from penstock.partitioner._api import assemble, check_devices, make_search, with_bound
+from penstock.partitioner._api import assemble, make_search, with_bound
 from penstock.partitioner._partition import Partition
 from penstock.partitioner._rank import write_rank
 from penstock.partitioner._search import FoundSplit, SplitSearch
@@ -28,7 +28,7 @@ from penstock.planner import Found, Plan
 from penstock.planner import plan as plan_one
 from penstock.planner.paging import peak_of_program_order
 from penstock.tables import report_table
-from penstock.units import format_seconds, parse_bytes, parse_share
+from penstock.units import format_seconds, parse_bytes, parse_count, parse_share
 
 _SEARCH_SHARE = 0.2  # of the time limit, with the budget and without one each
 _LEAST_SHARE = 0.3  # of the time limit, for plans
@@ -168,7 +168,7 @@ def plan(
     """
     if devices is None:
         return plan_one(graph, **options)
-    check_devices(devices)
+    devices = parse_count(devices, name="devices", least=2)
     time_limit = options.get("time_limit", 60.0)
     ends = time.monotonic() + time_limit
     options = _parse_options(graph, options)

@@ -37,7 +37,7 @@ from penstock.planner.paging import (
     require_tiers,
 )
 from penstock.planner.search import interference_per_byte, load_engine, plan_auto
-from penstock.units import parse_bytes, parse_share
+from penstock.units import parse_bytes, parse_count, parse_share
 
 _logger = logging.getLogger(__name__)
 
@@ -269,8 +269,7 @@ def _check_arguments(
     is_number = isinstance(time_limit, int | float) and not isinstance(time_limit, bool)
     if not (is_number and 0 < time_limit < math.inf):
         raise ValueError(f"time_limit={time_limit!r}: must be a number of seconds above 0")
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
-        raise ValueError(f"seed={seed!r}: must be a whole number, 0 or above")
+    parse_count(seed, name="seed")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress={progress!r}: must be a function of a Found, or None")
 

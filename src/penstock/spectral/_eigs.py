@@ -217,8 +217,7 @@ def check_numbers(k: int, tol: float, seed: int) -> int:
         raise TypeError(f"tol={tol!r}: expected a relative accuracy from 0 to 1, such as 1e-8")
     if not 0 <= tol < 1:
         raise ValueError(f"tol={tol}: expected a relative accuracy from 0 to 1, such as 1e-8")
-    if not isinstance(seed, numbers.Integral):
-        raise TypeError(f"seed={seed!r}: expected an integer")
+    parse_count(seed, name="seed")
     return parse_count(k, name="k", least=1)
 
 

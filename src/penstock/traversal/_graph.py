@@ -6,7 +6,6 @@ that: what is damaged is noticed where it is met.
 
 from __future__ import annotations
 
-import operator
 import os
 import weakref
 from pathlib import Path
@@ -27,6 +26,7 @@ from penstock.traversal._lists import (
 )
 from penstock.traversal._matrix_market import read_pattern
 from penstock.unified import UnifiedTensor, unify
+from penstock.units import parse_count
 
 Flow = Literal["source_to_target", "target_to_source"]
 _FLOWS = ("source_to_target", "target_to_source")
@@ -115,7 +115,7 @@ class CSRGraph:
             TypeError: `edge_index` does not hold integers.
             ValueError: `edge_index` has another shape, or a node that the graph does not have.
         """
-        count = read_count("num_nodes", num_nodes)
+        count = parse_count(num_nodes, name="num_nodes")
         check_edges(edge_index, count)
         source, target = edge_index.cpu()
         neighbor, owner = (source, target) if _is_forward(flow) else (target, source)
@@ -319,17 +319,6 @@ def open_uncached(graph: CSRGraph) -> CSRGraph:
 def _is_forward(flow: Any) -> bool:
     """Return whether the neighbours of a node are those that edges come from."""
     return _check_flow(flow) == "source_to_target"
-
-
-def read_count(name: str, value: Any) -> int:
-    """Return a whole number, 0 or more; raise `ValueError` unless it is one."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise ValueError(f"{name}={value!r}: expected a whole number, 0 or more")
-    return count
 
 
 def _check_offsets(indptr: Tensor, num_edges: int) -> None:

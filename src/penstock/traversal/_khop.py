@@ -14,12 +14,12 @@ from penstock.tables import Report
 from penstock.traversal._blocks import BLOCK_BYTES, BLOCK_ENTRIES
 from penstock.traversal._budget import BudgetExceeded, SearchBudget
 from penstock.traversal._collected import collect_lists
-from penstock.traversal._graph import CSRGraph, read_count
+from penstock.traversal._graph import CSRGraph
 from penstock.traversal._lists import check_seeds, read_entries
 from penstock.traversal._rank_graph import RankGraph
 from penstock.traversal._reverse import check_reverse
 from penstock.traversal._search import NodeSearch, count_edges, write_edges
-from penstock.units import format_bytes, parse_bytes
+from penstock.units import format_bytes, parse_bytes, parse_count
 
 NODE_BYTES, EDGE_BYTES, ID_BYTES = 8, 16, 8
 """Bytes of a node or a seed, of an edge, and of an edge's id, in a closure."""
@@ -146,7 +146,7 @@ def _find_over_ranks(
         )
     limit = parse_limit(max_bytes)
     nodes = check_seeds(seeds, part.num_nodes).contiguous()
-    collected = collect_lists(part, nodes.cpu(), parse_hops(hops), limit)
+    collected = collect_lists(part, nodes.cpu(), parse_count(hops, name="hops"), limit)
     rest = None if limit is None else max(limit - collected.num_bytes, 1)
     numbers = torch.searchsorted(collected.ids, nodes.cpu()).to(nodes.device)
     closure = khop(collected.graph, numbers, hops, max_bytes=rest)
@@ -274,7 +274,7 @@ class KhopRequest:
         if not isinstance(graph, CSRGraph):
             raise TypeError(f"graph: expected a CSRGraph, got {type(graph).__name__}")
         nodes = check_seeds(seeds, graph.num_nodes).contiguous()
-        num_hops = parse_hops(hops)
+        num_hops = parse_count(hops, name="hops")
         check_reverse(graph, reverse)
         copy_bytes = 0 if nodes.data_ptr() == seeds.data_ptr() else NODE_BYTES
         return cls(graph, nodes, copy_bytes, num_hops, bool(edge_ids), reverse)
@@ -364,11 +364,6 @@ class KhopRequest:
         with budget.temporary(BLOCK_BYTES):
             for part in places.split(BLOCK_ENTRIES):
                 part.copy_(read_entries(self.graph.edge_ids, part))
-
-
-def parse_hops(hops: Any) -> int:
-    """Return a number of hops; raise unless it is one."""
-    return read_count("hops", hops)
 
 
 def parse_limit(max_bytes: int | str | None) -> int | None:

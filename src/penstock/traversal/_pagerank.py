@@ -14,6 +14,7 @@ from penstock.errors import NoConvergenceError
 from penstock.memory.pages import trim_heap
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._rank_graph import RankGraph, as_rank_graph
+from penstock.units import parse_count
 
 _KIND = "pagerank"
 
@@ -154,16 +155,13 @@ def _check_numbers(damping: Any, tol: Any, max_iterations: Any) -> None:
     for name, value, parse in (
         ("damping", damping, operator.pos),
         ("tol", tol, operator.pos),
-        ("max_iterations", max_iterations, operator.index),
     ):
         try:
             float(parse(value))
         except (TypeError, ValueError) as error:
-            kind = "a whole number" if parse is operator.index else "a number"
-            raise TypeError(f"{name}={value!r}: expected {kind}") from error
+            raise TypeError(f"{name}={value!r}: expected a number") from error
     if not 0 <= damping < 1:
         raise ValueError(f"damping={damping!r}: expected a number from 0 to 1, without 1")
     if not (math.isfinite(tol) and tol > 0):
         raise ValueError(f"tol={tol!r}: expected a number above 0")
-    if max_iterations < 1:
-        raise ValueError(f"max_iterations={max_iterations!r}: expected 1 or more")
+    parse_count(max_iterations, name="max_iterations", least=1)

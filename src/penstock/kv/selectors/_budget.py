@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Protocol
 
 from torch import Tensor
+
+from penstock.units import parse_count
 
 
 class BlockCounts(Protocol):
@@ -54,14 +56,10 @@ class BudgetSelector:
             )
         counts = {"num_blocks": num_blocks, "num_sinks": num_sinks, "num_recent": num_recent}
         for name, count in counts.items():
-            if count is not None and not isinstance(count, Integral):
-                raise TypeError(f"{name} must be a whole number; got {count!r}")
+            if count is not None:
+                parse_count(count, name=name)
         if share is not None and not (isinstance(share, Real) and 0 < share <= 1):
             raise ValueError(f"share must be a number above 0 and at most 1; got {share!r}")
-        if num_sinks < 0 or num_recent < 0:
-            raise ValueError(
-                f"num_sinks and num_recent must be at least 0; got {num_sinks} and {num_recent}"
-            )
         if num_blocks is not None and num_blocks < max(1, num_sinks + num_recent):
             raise ValueError(
                 f"num_blocks must be at least 1 and hold num_sinks + num_recent, "

@@ -50,22 +50,6 @@ def check_name(name: object, model: nn.Module) -> None:
         )
 
 
-def check_count(name: str, number: object, *, job: str | None = None) -> None:
-    """Refuse what is no whole number of at least 1.
-
-    Args:
-        name: Name of the argument.
-        number: Its value.
-        job: The job that it belongs to; None where it belongs to all.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        of = "" if job is None else f"job {job!r}: "
-        raise ValueError(f"{of}{name} is {number!r}; accepted are whole numbers >= 1")
-
-
 def check_config(job: str, config: Any) -> LoraConfig:
     """Return a copy of a LoraConfig if plain LoRA on linear layers is all that it asks for.
 

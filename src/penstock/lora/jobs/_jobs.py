@@ -18,7 +18,6 @@ from penstock.lora.jobs import _checkpoint
 from penstock.lora.jobs._checks import (
     check_base,
     check_config,
-    check_count,
     check_name,
     check_positions,
     find_inexact_dtype,
@@ -44,6 +43,7 @@ from penstock.lora.jobs._packed_model import PackedModel
 from penstock.lora.jobs._report import JobReport, JobsReport
 from penstock.lora.jobs._row_sizes import find_row_sizes
 from penstock.lora.jobs._training import PackingLimits, PassCounts, run_steps
+from penstock.units import parse_count
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -102,11 +102,11 @@ class Jobs:
         pipeline_depth: int = 1,
         packing_seconds: float = 0.1,
     ) -> None:
-        check_count("max_tokens", max_tokens)
-        check_count("pipeline_depth", pipeline_depth)
+        max_tokens = parse_count(max_tokens, name="max_tokens", least=1)
+        pipeline_depth = parse_count(pipeline_depth, name="pipeline_depth", least=1)
         if chunk_tokens is None:
             chunk_tokens = max(1, max_tokens // _CHUNKS_PER_MICRO_BATCH)
-        check_count("chunk_tokens", chunk_tokens)
+        chunk_tokens = parse_count(chunk_tokens, name="chunk_tokens", least=1)
         if chunk_tokens > max_tokens:
             raise ValueError(f"chunk_tokens is {chunk_tokens}; accepted are 1 to {max_tokens}")
         check_owner(base_model, self)
@@ -247,7 +247,7 @@ class Jobs:
         Raises:
             ValueError: The number is below 1.
         """
-        check_count("num_steps", num_steps)
+        num_steps = parse_count(num_steps, name="num_steps", least=1)
         running = [job for job in self._jobs.values() if job.state == "running"]
         self._watch_passes()
         run_steps(
@@ -283,8 +283,8 @@ class Jobs:
             ValueError: A number is below 1.
         """
         if num_steps is not None:
-            check_count("num_steps", num_steps)
-        check_count("lookahead", lookahead)
+            num_steps = parse_count(num_steps, name="num_steps", least=1)
+        lookahead = parse_count(lookahead, name="lookahead", least=1)
         made = 0
         while any(job.state == "running" for job in self._jobs.values()):
             if num_steps is not None and made >= num_steps:
@@ -425,9 +425,8 @@ class Jobs:
 
     def _check_settings(self, name: str, **given: Any) -> JobSettings:
         for key in ("batch_size", "accumulation", "num_steps"):
-            check_count(key, given[key], job=name)
-        if not isinstance(given["seed"], int) or isinstance(given["seed"], bool):
-            raise ValueError(f"job {name!r}: seed is {given['seed']!r}; accepted are whole numbers")
+            given[key] = parse_count(given[key], name=f"job {name!r}: {key}", least=1)
+        given["seed"] = parse_count(given["seed"], name=f"job {name!r}: seed")
         clipping = given["clipping"]
         if clipping is not None and not (clipping > 0 and math.isfinite(clipping)):
             raise ValueError(f"job {name!r}: clipping is {clipping}; accepted are norms above 0")
