@@ -222,6 +222,19 @@ def test_hgt_is_pygs(heads, in_channels, sizes, monkeypatch):
         assert calls == ["hgt_of_features" if is_weights_first else "hgt"]
 
 
+def test_optimizers_leave_priors_of_relations_without_edges_alone():
+    """They have no gradient in PyG, and those that have one of zeros decay in AdamW."""
+    edges = hetero_edges()
+    left_out = next(iter(edges))
+    del edges[left_out]
+    x = {name: random_tensor(size, 8, seed=i) for i, (name, size) in enumerate(SIZES.items())}
+    for module in (rgnn, pyg):
+        layer = module.HGTConv(8, 8, METADATA).double()
+        sum(h.sum() for h in layer(x, edges).values()).backward()
+        without = {name for name, prior in layer.p_rel.items() if prior.grad is None}
+        assert without == {"__".join(left_out)}
+
+
 def count_calls(monkeypatch) -> list[str]:
     """The programs of HGT that are called from now on, by name."""
     calls, module = [], rgnn.layers._hgt

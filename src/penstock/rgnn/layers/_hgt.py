@@ -140,8 +140,7 @@ class HGTConv(nn.Module):
         graph = self._find_graph(edge_index_dict, sizes)
         if not self.edge_types:
             return {}
-        p_rel = torch.cat([self.p_rel[_key("__".join(t))] for t in self.edge_types])
-        scale = p_rel / math.sqrt(self.out_channels // self.heads)
+        scale = self._find_priors(edge_index_dict) / math.sqrt(self.out_channels // self.heads)
         if self._should_multiply_weights_first(graph, sizes):
             attended = self._attend_features(graph, x_dict, scale)
         else:
@@ -152,6 +151,14 @@ class HGTConv(nn.Module):
             if name in is_target:
                 results[name] = self._project_output(name, h, x_dict[name])
         return results
+
+    def _find_priors(self, edges: Mapping[EdgeType, torch.Tensor] | Graph) -> torch.Tensor:
+        """Return `p_rel`, (relations, heads); what edges leave out has no gradient, as in PyG."""
+        priors = [self.p_rel[_key("__".join(each))] for each in self.edge_types]
+        if not isinstance(edges, Graph):
+            named = zip(self.edge_types, priors, strict=True)
+            priors = [prior if each in edges else prior.detach() for each, prior in named]
+        return torch.cat(priors)
 
     def _should_multiply_weights_first(self, graph: Graph, sizes: dict[str, int]) -> bool:
         """Return whether that takes fewer multiplications than projecting nodes, and is legal."""
