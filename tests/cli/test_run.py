@@ -539,7 +539,7 @@ def test_where_a_rank_writes(
 def test_ctrl_c_ends_the_process_after_a_report(store: Path, tmp_path: Path, script: Path):
     script.write_text(
         "import atexit, time\natexit.register(print, 'atexit')\n"
-        "print('ready', flush=True)\ntime.sleep(60)\n"
+        "print('ready', flush=True)\nwhile True:\n    time.sleep(0.1)\n"
     )
     command = [find_python("torch"), "-m", "penstock", "run", "--store", str(store)]
     with subprocess.Popen(

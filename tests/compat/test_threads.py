@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 
 import pytest
 
+from interrupts import interrupts
 from penstock.compat.threads import Thread
 
 
-def interrupt_soon() -> None:
-    here = threading.get_ident()
-    threading.Timer(0.1, signal.pthread_kill, [here, signal.SIGINT]).start()
-
-
 def test_join_waits_again_after_an_interrupt():
-    go_on, returned = threading.Event(), []
+    is_waited_for, go_on, returned = threading.Event(), threading.Event(), []
 
     def call() -> None:
+        assert is_waited_for.wait(60)
+        interrupt()
         go_on.wait(60)
         time.sleep(0.2)
         returned.append(True)
 
     thread = Thread(target=call)
     thread.start()
-    interrupt_soon()
-    with pytest.raises(KeyboardInterrupt):
-        thread.join()
+    with interrupts() as interrupt, pytest.raises(KeyboardInterrupt):
+        (is_waited_for.set(), thread.join())
     assert thread.is_alive()
     thread.join(timeout=0.01)
     assert thread.is_alive() and not returned

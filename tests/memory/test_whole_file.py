@@ -104,7 +104,8 @@ def test_signals_leave_nothing(tmp_path: Path, number: signal.Signals):
         "with NewFile(sys.argv[1]) as file:\n"
         "    file.write(0, [memoryview(bytes(2**20))])\n"
         "    print('ready', flush=True)\n"
-        "    time.sleep(60)\n"
+        "    while True:\n"
+        "        time.sleep(0.1)\n"
     )
     source = str(Path(_whole_file.__file__).parents[2])
     process = subprocess.Popen(

@@ -1,23 +1,16 @@
 """Long calls in threads: all are made and waited for; an interrupt stops them, and is raised."""
 
 import functools
-import signal
 import threading
 import time
 
 import numpy as np
 import pytest
 
+from interrupts import interrupts
+from penstock.compat.threads import Thread
+from penstock.planner import _native_calls
 from penstock.planner._native_calls import run_stoppable
-
-
-def until_stopped(stop: np.ndarray, returned: list[int], number: int) -> None:
-    """As C++ does that looks at the flag."""
-    give_up = time.monotonic() + 30
-    while not stop[0] and time.monotonic() < give_up:
-        time.sleep(0.001)
-    time.sleep(0.2 * (2 - number))  # the first, which is waited for, longest
-    returned.append(number)
 
 
 def test_all_calls_are_made_and_waited_for():
@@ -34,13 +27,56 @@ def test_all_calls_are_made_and_waited_for():
 
 
 @pytest.mark.parametrize("num_interrupts", [1, 3])
-def test_an_interrupt_stops_the_calls_and_is_raised_when_they_are_over(num_interrupts: int):
-    stop, returned = np.zeros(1, np.int32), []
-    calls = [functools.partial(until_stopped, stop, returned, number) for number in range(2)]
-    here = threading.get_ident()
-    for number in range(num_interrupts):
-        threading.Timer(0.1 + 0.1 * number, signal.pthread_kill, [here, signal.SIGINT]).start()
+def test_an_interrupt_stops_the_calls_and_is_raised_when_they_are_over(num_interrupts, monkeypatch):
+    """The first call, which is waited for, interrupts the wait, and what waits for it then."""
+    stop, returned, waits = np.zeros(1, np.int32), [], threading.Semaphore(0)
+
+    class WaitedFor(Thread):
+        def join(self, timeout: float | None = None) -> None:
+            waits.release()
+            super().join(timeout)
+
+    def call(number: int) -> None:
+        for _ in range(num_interrupts if number == 0 else 0):
+            assert waits.acquire(timeout=60)
+            interrupt()
+        while not stop[0] or (number == 0 and not returned):  # the first one takes longest
+            time.sleep(0.001)
+        returned.append(number)
+
+    monkeypatch.setattr(_native_calls, "Thread", WaitedFor)
+    calls = [functools.partial(call, number) for number in range(2)]
+    with interrupts() as interrupt, pytest.raises(KeyboardInterrupt):
+        run_stoppable(calls, stop, name="test")
+    assert returned == [1, 0]
+    assert stop[0] == 1
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupt_while_a_thread_is_started_stops_the_calls(moment, interrupted, monkeypatch):
+    """No call goes on, or begins, once the interrupt is raised: it uses the caller's memory."""
+    stop, begun, returned = np.zeros(1, np.int32), [], []
+
+    class Interrupted(Thread):
+        def start(self) -> None:
+            if self.name == f"penstock-test-{interrupted}":
+                if moment == "after":
+                    super().start()
+                raise KeyboardInterrupt
+            super().start()
+
+    def call(number: int) -> None:
+        begun.append(number)
+        while not stop[0]:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        returned.append(number)
+
+    monkeypatch.setattr(_native_calls, "Thread", Interrupted)
+    calls = [functools.partial(call, number) for number in range(2)]
     with pytest.raises(KeyboardInterrupt):
         run_stoppable(calls, stop, name="test")
-    assert sorted(returned) == [0, 1]
-    assert stop[0] == 1
+    assert stop[0] == 1 and sorted(begun) == sorted(returned)
+    time.sleep(0.01)
+    assert sorted(begun) == sorted(returned) and len(begun) <= interrupted + (moment == "after")

@@ -143,7 +143,8 @@ WAIT = """
 import os, sys, time
 try:
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    while True:
+        time.sleep(0.1)
 finally:
     print("on the way out", flush=True)
 """

@@ -18,24 +18,31 @@ def run_stoppable(calls: Sequence[Callable[[], object]], stop: np.ndarray, *, na
     """Make calls at the same time, each in a thread, and wait for them.
 
     Args:
-        calls: Calls that return soon after `stop` has become 1.
+        calls: Calls that return soon after `stop` has become 1, and hold what they use.
         stop: int32 (1,), whose address the calls have; becomes 1 if waiting is interrupted, by
             Ctrl-C or any other exception, which is raised once all calls have returned.
         name: Of the threads.
     """
+    is_made: dict[int, bool] = {}  # of calls that have begun, and of those that never will
+
+    def make(number: int) -> None:
+        if is_made.setdefault(number, True):
+            calls[number]()
+
     threads = [
-        Thread(target=call, name=f"penstock-{name}-{number}") for number, call in enumerate(calls)
+        Thread(target=make, args=(number,), name=f"penstock-{name}-{number}")
+        for number in range(len(calls))
     ]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:  # an interrupt may come while the system is starting one
+            thread.start()
         for thread in threads:
             thread.join()
     except BaseException:
         stop[0] = 1
-        for thread in threads:
-            while thread.is_alive():  # it uses the caller's memory: no second interrupt ends this
-                with contextlib.suppress(BaseException):
+        for number, thread in enumerate(threads):
+            while is_made.setdefault(number, False) and thread.is_alive():
+                with contextlib.suppress(BaseException):  # of a second interrupt
                     thread.join()
         raise
 

@@ -84,8 +84,11 @@ def pack_native(
         stop=np.zeros(1, dtype=np.int32),
     )
     offsets, answer = np.zeros(len(buffers), dtype=np.int64), struct_type(EngineAnswer)()
-    arguments = (ctypes.byref(to_struct(request)), ctypes.byref(answer), offsets.ctypes.data)
-    run = functools.partial(compiled.penstock_pack, *arguments)
+
+    def run() -> None:  # holds the arrays, to which the arguments are pointers
+        arguments = ctypes.byref(to_struct(request)), ctypes.byref(answer), offsets.ctypes.data
+        compiled.penstock_pack(*arguments)
+
     run_stoppable([run], request.stop, name="pack")
     names = (field.name for field in dataclasses.fields(EngineAnswer))
     return offsets.tolist(), EngineAnswer(*(getattr(answer, name) for name in names))
