@@ -67,6 +67,7 @@ def test_the_same_seed_gives_the_same_plan():
     assert plans[0].transfers
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_the_search_gains():
     graph = graph_cases.chain_step(6, weight_bytes=2 * UNIT, activation_bytes=3 * UNIT)
     seen = []

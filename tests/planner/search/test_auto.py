@@ -62,6 +62,7 @@ def planned(
     )
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_the_file_takes_what_the_host_has_no_room_for():
     graph = chain_step(8, weight_bytes=4096, activation_bytes=65536)
     seconds = [1.0] * len(graph.operators)
@@ -79,6 +80,7 @@ def test_the_file_takes_what_the_host_has_no_room_for():
     assert roomy.step_seconds < plan.step_seconds < only_file.step_seconds
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_where_transfers_take_the_cores_of_operators_less_moves():
     graph = chain_step(8, weight_bytes=4096, activation_bytes=65536)
     seconds = [1.0] * len(graph.operators)
@@ -92,6 +94,7 @@ def test_where_transfers_take_the_cores_of_operators_less_moves():
     assert 0 < moved["cpu"] < moved["cuda"]
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_a_host_that_is_too_small_for_everything_is_used_with_care():
     graph = chain_step(8, weight_bytes=4096, activation_bytes=65536)
     seconds = [1.0] * len(graph.operators)
@@ -191,6 +194,7 @@ def test_a_search_that_has_no_time_moves_no_more_than_it_has_to():
     assert plan.step_seconds == pytest.approx(sum(seconds))
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_no_tier_below_means_recomputation_or_nothing():
     graph = chain_step(12, weight_bytes=256, activation_bytes=65536)
     seconds = [1.0] * len(graph.operators)
@@ -292,6 +296,7 @@ def test_an_interrupt_between_any_two_lines_of_a_call_of_the_engine_is_one():
     assert sorted(found) == list(order)
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_an_interrupt_at_the_start_of_a_frozen_search_keeps_the_best_plan(monkeypatch):
     graph = chain_step(10, weight_bytes=4096, activation_bytes=8192)
     seconds = [1.0] * len(graph.operators)
@@ -317,6 +322,7 @@ def test_an_interrupt_at_the_start_of_a_frozen_search_keeps_the_best_plan(monkey
 
 
 @pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.usefixtures("processor_time")
 def test_a_search_remembers_few_candidates(monkeypatch, few):
     """Whatever it forgets, the best, the program's order and one without second runs stay."""
     sizes, quick = [], []
@@ -344,6 +350,7 @@ def test_a_search_remembers_few_candidates(monkeypatch, few):
 
 
 @pytest.mark.parametrize(("share", "is_free_first"), [(0.99, False), (0.5, True)])
+@pytest.mark.usefixtures("processor_time")
 def test_where_one_operator_fills_the_arena_the_order_of_the_program_comes_first(
     monkeypatch, share, is_free_first
 ):
@@ -368,6 +375,7 @@ def test_where_one_operator_fills_the_arena_the_order_of_the_program_comes_first
 
 
 @pytest.mark.parametrize("share", [0.99, 0.5])
+@pytest.mark.usefixtures("processor_time")
 def test_an_arena_for_one_operator_and_little_more_is_searched_as_tight_as_that(monkeypatch, share):
     """In a smaller one the largest operator would not fit; larger arenas are searched by shares."""
     found, note = [], AutoSearch._note_tighter

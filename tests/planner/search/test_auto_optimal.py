@@ -25,6 +25,8 @@ from penstock.planner.search._auto_plan import plan_auto
 from penstock.planner.search._problem import Problem
 from penstock.planner.search._sequence import OperatorSequence
 
+pytestmark = pytest.mark.usefixtures("processor_time")
+
 # Of the first 150 seeds those of which brute force has too many plans to try in a moment.
 TOO_MANY = {
     0, 5, 8, 10, 11, 12, 16, 18, 21, 33, 38, 39, 45, 46, 47, 59, 64, 65, 66, 67, 75, 76, 79, 80,
