@@ -134,7 +134,7 @@ def run_case(build: Callable[[], nn.Module], store: str) -> dict[str, Any]:
 
 def main(directory: Path, store: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     results: dict[str, Any] = {}
     for name, build in CASES.items():
         try:

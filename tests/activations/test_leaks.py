@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import os
+import random
 import threading
 import time
 import warnings
@@ -50,7 +51,7 @@ class Footprint:
     num_module_hooks: int
     num_warning_filters: int
     num_python_objects: int  # of any kind; the interpreter's own caches let them vary
-    rss_bytes: int
+    rss_bytes: int  # without pages of files, such as libraries, which the kernel drops and reads
 
     def assert_not_above(self, before: Footprint) -> None:
         """Fail, naming what there is more of."""
@@ -68,7 +69,7 @@ def footprint() -> Footprint:
     gc.collect()
     objects = gc.get_objects()
     with open("/proc/self/statm") as statm:
-        rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+        _, resident, shared, *_ = map(int, statm.read().split())
     return Footprint(
         num_objects=sum(type(item) in OURS for item in objects),
         num_threads=threading.active_count(),
@@ -76,7 +77,7 @@ def footprint() -> Footprint:
         num_module_hooks=len(module_globals._global_forward_pre_hooks),
         num_warning_filters=len(warnings.filters),
         num_python_objects=len(objects),
-        rss_bytes=rss_bytes,
+        rss_bytes=(resident - shared) * os.sysconf("SC_PAGESIZE"),
     )
 
 
@@ -144,7 +145,7 @@ def step_with_cycle(model: nn.Module) -> None:
 
 
 def step_in_changing_shape(model: nn.Module) -> None:
-    step(model, batch=32 * (1 + time.perf_counter_ns() % 7))
+    step(model, batch=32 * random.randint(1, 7))
 
 
 WORK: dict[str, Callable[[nn.Module], None]] = {

@@ -132,7 +132,7 @@ def test_help_is_shown_on_terminals_without_unicode():
         [find_python("dynamo"), "-c", code],
         capture_output=True,
         env=os.environ | {"PYTHONPATH": SOURCES, "PYTHONIOENCODING": "ascii"},
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0 and not done.stderr

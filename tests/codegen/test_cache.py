@@ -114,7 +114,7 @@ def test_another_process_waits_for_its_turn(cache, caplog):
     assert "plans are not cached" in caplog.text
     with cache_entry("plans", ["different"], wait_seconds=0.1) as entry:
         assert entry.path is not None
-    other.communicate("", timeout=60)
+    other.communicate("", timeout=200)
     with cache_entry("plans", ["same"], wait_seconds=10) as entry:
         assert str(entry.path) == held
 

@@ -580,7 +580,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
 def run_cases(names: list[str], store: Path, output: Path) -> dict[str, Any]:
     """Run cases on this rank; return by name what each has found."""
     _cache.private_directory = lambda folder: output  # plans of other runs stay out
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     found: dict[str, Any] = {}
     for name in names:
         try:

@@ -162,5 +162,7 @@ def test_three_hundred_steps_do_not_grow(store):
 
 
 def _resident_bytes() -> int:
+    """Without pages of files, such as libraries, which the kernel drops and reads again."""
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * 4096

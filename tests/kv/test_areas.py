@@ -13,7 +13,9 @@ from penstock.memory.pages import HUGE_PAGE_BYTES
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Without pages of files, such as libraries, which the kernel drops and reads again."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_parts_are_one_after_the_other_and_keep_the_memory():

@@ -199,12 +199,16 @@ def test_without_a_cache_directory_it_works(
 def test_a_throttled_store_is_measured_as_slow_as_it_is(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_probe, "_RUN_SECONDS", 0.2)
-    limits = FileStore(store, "32MiB", "50MB/s", "40MB/s")
-    links = penstock.probe(limits).links
-    # A run may use the credit of 10 ms of idle time; a busy machine can only make it slower.
-    assert 0.5 * 50e6 < links[L.DEVICE_TO_FILE].bytes_per_second < 1.2 * 50e6
-    assert 0.5 * 40e6 < links[L.FILE_TO_DEVICE].bytes_per_second < 1.2 * 40e6
+    monkeypatch.setattr(_probe, "_RUN_SECONDS", 1000.0)  # as many requests as there is room for
+    limits = FileStore(store, "8MiB", "50MB/s", "40MB/s")
+    for _ in range(20):
+        links = penstock.probe(limits, refresh=True).links
+        out = links[L.DEVICE_TO_FILE].bytes_per_second / 50e6
+        back = links[L.FILE_TO_DEVICE].bytes_per_second / 40e6
+        assert max(out, back) < 1.2  # a run of 0.17 s may use the credit of 10 ms of idle time
+        if min(out, back) > 0.5:  # a busy machine can only make it slower
+            return
+    pytest.fail("it was measured as slower than it is")
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,6 +25,8 @@ from torch import distributed, multiprocessing
 from fork_servers import find_python
 
 NUM_RANKS = 2
+PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # for those that ask for any
+LOWEST_PORT = 10_000
 PRELOADED = ["accelerate", "lightning", "peft", "_sharded_cases", "_rank_cases", "_layer_models"]
 PRELOADED += [f"penstock.{name}" for name in ("batching", "lora", "spectral", "unified")]
 needs_gloo = pytest.mark.skipif(
@@ -30,7 +35,7 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 120) -> list[str]:
+def outputs_of_ranks(program: list[str], *arguments: object, seconds: float = 240) -> list[str]:
     """Run a Python program as `program rank port arguments` for each rank; return what they print.
 
     Where one fails or time is up all are killed, as the others would wait for it.
@@ -118,7 +123,18 @@ def _one_rank(
     leave()
 
 
+_next_ports = itertools.count(random.Random(os.getpid()).randrange(2**16))
+
+
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Return a port that the kernel gives to none who asks for any, as ranks of other tests do.
+
+    Processes of tests that run at the same time count from different numbers.
+    """
+    given = PORTS.read_text().split() if PORTS.exists() else ["0"]
+    num_ports = int(given[0]) - LOWEST_PORT
+    for number in _next_ports:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", LOWEST_PORT + number % num_ports if num_ports > 1000 else 0))
+            return free.getsockname()[1]
+    raise AssertionError("unreachable")

@@ -180,7 +180,7 @@ def test_a_server_outlives_a_launcher_that_says_only_a_part(message):
             if message is not None:
                 socket.send_fds(launcher, [message], [0, 1])
         command = [str(servers.directory / "plain"), "-c", "print(1)"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
         assert done.stdout == "1\n"
         (server,) = servers.processes
         files = os.listdir(f"/proc/{server.pid}/fd")
@@ -200,7 +200,7 @@ def test_a_server_outlives_a_launcher_that_was_killed_before_its_answer():
         launcher.kill()
         launcher.wait()
         server.send_signal(signal.SIGCONT)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
         assert done.stdout == "1\n"
         assert server.poll() is None
     finally:

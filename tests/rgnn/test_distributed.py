@@ -30,7 +30,7 @@ def loss_of(model: nn.Module, graph: rgnn.Graph, nodes: torch.Tensor) -> torch.T
 
 def gradients_of_rank(graph: rgnn.Graph, folder: Path) -> dict[str, Any]:
     """Gradients of the models of one process, by model and parameter."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     found = {}
     for name in NAMES:
         model = DistributedDataParallel(model_of(name))

@@ -212,7 +212,7 @@ def run_ranks(case: str, num_ranks: int, folder: Path, *, ended: int = 0) -> lis
         subprocess.Popen([*program, str(rank)], env=environment) for rank in range(num_ranks)
     ]
     try:
-        codes = [each.wait(timeout=100) for each in processes]
+        codes = [each.wait(timeout=200) for each in processes]
     finally:
         for each in processes:
             each.kill()

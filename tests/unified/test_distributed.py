@@ -62,7 +62,7 @@ def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 def train_rank(features: UnifiedTensor, embedding: UnifiedTensor, folder: Path) -> dict[str, Any]:
     """What each process runs: losses, and the state of the model at the end."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     model = DistributedDataParallel(Scores(features, embedding))
     dense = torch.optim.Adam(model.parameters(), lr=0.05)
     sparse = Adam([embedding], lr=0.05)
