@@ -193,3 +193,41 @@ def test_modules_that_mix_rows_are_refused_in_a_single_chunk_of_sequences(dropou
     expected = nn.Sequential(dropping := nn.Dropout(0.5))(x)
     torch.set_rng_state(state)
     assert torch.equal(run_chain([dropping], x, chunk_rows=40), expected)
+
+
+class Keeper(nn.Module):
+    """A module that keeps a part of the loss, or a product of weights."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.rand(6, 2)), nn.Parameter(torch.rand(2, 6))
+        self.keep, self.kept = keep, []
+
+    def forward(self, x):
+        weight = self.left @ self.right
+        self.kept = [self.keep(x, weight)]
+        return x @ weight
+
+
+def test_parts_of_a_loss_that_modules_keep_are_refused():
+    """They would be those of the last chunk, without a graph."""
+    for keep in (lambda x, weight: (x @ weight).square().mean(), lambda x, _: x.abs().sum()):
+        with pytest.raises(ValueError, match="keeps a result of its rows"):
+            run_chain([Keeper(keep), nn.Tanh()], rows(), chunk_rows=8)
+    for keep in (lambda _, weight: weight, lambda x, _: x.detach().mean()):
+        run_chain([Keeper(keep), nn.Tanh()], rows(), chunk_rows=8).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("modules", "x", "error", "message"),
+    [
+        (nn.Linear(6, 6), rows(), TypeError, "modules is a Linear; pass a list"),
+        ([nn.Tanh(), "relu"], rows(), TypeError, r"modules\[1\] is 'relu'"),
+        ([nn.Tanh()], rows().to_sparse(), ValueError, "x is sparse or nested"),
+        ([lambda x: (x, x)], rows(), TypeError, "returned a tuple"),
+        ([lambda x: x[:3]], rows(), ValueError, "each row alone"),
+    ],
+)
+def test_what_is_no_chain_is_named_in_a_single_chunk_too(modules, x, error, message):
+    with pytest.raises(error, match=message):
+        run_chain(modules, x, chunk_rows=40)

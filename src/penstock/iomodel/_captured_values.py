@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.compat.dispatch import tree_leaves
+
 _COMPARED = Tensor, bool, int, float, complex, str
 
 
@@ -53,6 +55,13 @@ def list_attributes(modules: Sequence[Any]) -> list[Tensor]:
     """Return the tensors that modules have as attributes."""
     owners = [one for each in modules if isinstance(each, nn.Module) for one in each.modules()]
     return [each for one in owners for each in vars(one).values() if isinstance(each, Tensor)]
+
+
+def list_kept_results(modules: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors with a graph that modules have as attributes, or in these."""
+    owners = [one for each in modules if isinstance(each, nn.Module) for one in each.modules()]
+    leaves = [leaf for one in owners for leaf in tree_leaves(list(vars(one).values()))]
+    return [each for each in leaves if isinstance(each, Tensor) and each.grad_fn is not None]
 
 
 def _find_values(function: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from penstock.compat.autograd import outside_saving_hooks
 from penstock.compat.dynamo import run_uncompiled
 from penstock.compat.modules import read_version, refuse_changed_buffers
 from penstock.compat.random_numbers import keep_random_state, random_state
+from penstock.iomodel._captured_values import list_kept_results
 from penstock.iomodel._module_tensors import find_leaves
 from penstock.iomodel._modules import name_module
 from penstock.iomodel._row_checks import Run, check_beside_others, check_rows, choose_rows
@@ -40,7 +41,9 @@ def run_some_rows(
         ValueError: The modules would compute something else in chunks.
     """
     some, of_some = choose_rows(rows, others)
-    given = some.clone()  # which a module may change in place
+    needs_rows = rows.requires_grad and torch.is_grad_enabled()
+    leaf = some.clone().requires_grad_(needs_rows)
+    given = leaf.clone()  # which a module may change in place
     state, version = random_state(rows.device), read_version(given)
     with keep_random_state(rows.device), refuse_buffer_changes(modules), outside_saving_hooks():
         result = run(given, of_some)
@@ -54,7 +57,8 @@ def run_some_rows(
             )
         if is_random:
             refuse_random_numbers()
-        _check_leaves(result, modules, others)
+        _check_leaves(result, modules, others, leaf)
+        _check_kept(run, modules, given, of_some)
     if is_random and result.dim() == 0:
         raise ValueError(
             "a module of the chain drew random numbers for a number, of which no part then shows "
@@ -140,9 +144,12 @@ class _FirstDerivative(torch.autograd.Function):
         )
 
 
-def _check_leaves(result: Tensor, modules: Iterable[Any], others: Sequence[Tensor]) -> None:
+def _check_leaves(
+    result: Tensor, modules: Iterable[Any], others: Sequence[Tensor], rows: Tensor
+) -> None:
     """Refuse tensors that need gradients, and would get none in silence."""
     known = {id(each) for of in modules if isinstance(of, nn.Module) for each in of.parameters()}
+    known.add(id(rows))
     hidden = [each for each in others if each.requires_grad]
     hidden += [each for each in find_leaves(result) if id(each) not in known]
     if hidden:
@@ -151,3 +158,29 @@ def _check_leaves(result: Tensor, modules: Iterable[Any], others: Sequence[Tenso
             "nor a parameter of the chain's modules: make it a parameter of an nn.Module in the "
             "chain, or detach() it"
         )
+
+
+def _check_kept(run: Run, modules: Sequence[Any], rows: Tensor, others: Sequence[Tensor]) -> None:
+    """Refuse modules that keep a result of rows with its graph, which would get no gradient.
+
+    A part of a loss is such a result. What is made of weights alone is the same for other rows.
+    """
+    before = list_kept_results(modules)
+    if not before:
+        return
+    device = rows.device
+    with keep_random_state(device), refuse_buffer_changes(modules), outside_saving_hooks():
+        run(rows[1:].clone(), [each[1:] for each in others])
+    after = list_kept_results(modules)
+    if len(before) != len(after) or not all(map(_are_equal, before, after)):
+        raise ValueError(
+            f"a module of the chain keeps a result of its rows, of the shape "
+            f"{tuple(before[-1].shape)}, that needs a gradient, as a part of a loss: it would be "
+            "that of one chunk, and get no gradient; return it, detach() it, or leave the module "
+            "out of the chain"
+        )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether tensors have the same numbers."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

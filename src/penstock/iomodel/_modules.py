@@ -6,7 +6,7 @@ pass: it overwrites the value that this one made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -27,6 +27,15 @@ _IN_PLACE: dict[type[nn.Module], Callable[[Any, Tensor], object]] = {
 }
 
 _FORWARDS = {kind: kind.forward for kind in (nn.Linear, *_IN_PLACE)}
+
+
+def check_modules(modules: object) -> None:
+    """Raise `TypeError` if a chain is no sequence, or one of it cannot be called."""
+    if not isinstance(modules, Iterable) or not hasattr(modules, "__getitem__"):
+        raise TypeError(f"modules is a {type(modules).__name__}; pass a list of modules")
+    for number, each in enumerate(modules):
+        if not callable(each):
+            raise TypeError(f"modules[{number}] is {each!r}; pass a module or a function")
 
 
 def name_module(module: object) -> str:

@@ -33,6 +33,7 @@ from penstock.iomodel._levels import check_counts, this_machine
 from penstock.iomodel._module_tensors import ModuleTensors
 from penstock.iomodel._modules import (
     Module,
+    check_modules,
     find_in_place,
     find_parameters,
     is_plain_linear,
@@ -54,12 +55,10 @@ _BACKWARD_VALUES = 1.5  # a backward pass reads a gradient and what was saved, a
 
 def check_input(modules: Sequence[Module], x: Tensor, row_args: Sequence[Tensor]) -> None:
     """Raise `TypeError` or `ValueError` if a chain cannot run on its input."""
+    check_modules(modules)
     names = ("x", *(f"row_args[{number}]" for number in range(len(row_args))))
     for name, each in zip(names, (x, *row_args), strict=True):
-        if not isinstance(each, Tensor):
-            raise TypeError(f"{name} is a {type(each).__name__}; pass a tensor, by row")
-        if each.device.type == "meta":
-            raise ValueError(f"{name} is on the device meta; pass a tensor that has numbers")
+        _check_tensor(name, each)
     if x.dim() == 0:
         raise ValueError("x is a number; pass a tensor of rows of features, (..., features)")
     if x.is_complex():
@@ -85,6 +84,16 @@ def check_input(modules: Sequence[Module], x: Tensor, row_args: Sequence[Tensor]
             "chunks; use torch.autograd.grad around run_chain, or call the modules one after the "
             "other"
         )
+
+
+def _check_tensor(name: str, value: object) -> None:
+    """Refuse what has no numbers by row."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; pass a tensor, by row")
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on the device meta; pass a tensor that has numbers")
+    if value.layout != torch.strided or value.is_nested:
+        raise ValueError(f"{name} is sparse or nested; pass a dense tensor, as of to_dense()")
 
 
 def flatten_rows(x: Tensor, row_args: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

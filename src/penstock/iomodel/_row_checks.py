@@ -46,7 +46,7 @@ def check_rows(run: Run, result: Tensor, some: Tensor, others: Sequence[Tensor])
         found = run(some[1:].flip(0), [each[1:].flip(0) for each in others])
     expected = result[1:].flip(0)
     if len(result) != len(some) or found.shape != expected.shape or differ(found, expected):
-        _refuse_mixed_rows()
+        refuse_mixed_rows()
     # What a large column hides, or a few integers, may be rounding.
     if not is_inexact(result) or differ(found, expected, by_column=True):
         check_beside_others(run, some, others)
@@ -70,12 +70,13 @@ def check_beside_others(run: Run, some: Tensor, others: Sequence[Tensor]) -> Non
             found.append(run(some[at], [each[at] for each in others]))
     first, second = found
     if len(first) != len(some) or first.shape != second.shape:
-        _refuse_mixed_rows()
+        refuse_mixed_rows()
     if differ(second[inner], first[inner], by_column=True):
-        _refuse_mixed_rows()
+        refuse_mixed_rows()
 
 
-def _refuse_mixed_rows() -> None:
+def refuse_mixed_rows() -> None:
+    """Raise `ValueError`: chunks would compute something else."""
     raise ValueError(
         "a module of the chain does not work on each row alone: a row's result depends on the rows "
         "beside it; leave out what reduces, sorts or normalises over rows"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from penstock.compat.autograd import count_node_hooks, will_accumulate
 from penstock.iomodel._chain import REUSED_BYTES
 from penstock.iomodel._chain_checks import (
+    check_result,
     check_some_rows,
     forbid_second_derivative,
     random_state,
@@ -28,6 +29,7 @@ from penstock.iomodel._chain_checks import (
 )
 from penstock.iomodel._module_tensors import LeavesForWeights, ModuleTensors, find_leaves
 from penstock.iomodel._modules import Module, find_parameters, is_plain_linear, run_fused
+from penstock.iomodel._row_checks import refuse_mixed_rows
 from penstock.memory import CachingAllocator
 
 adding_to_gradients = threading.RLock()  # that weights have: other threads may add to them, too
@@ -57,7 +59,11 @@ class ChunkedModules:
         if self.chunk_rows >= len(rows):
             if self.are_flat and len(rows) > 1:
                 check_some_rows(self.run, self.modules, rows, self.others)
-            return self.run(rows, self.others)
+            result = self.run(rows, self.others)
+            check_result(self.modules[-1], result)
+            if result.dim() and len(result) != len(rows):
+                refuse_mixed_rows()
+            return result
         with reuse_memory(rows.device):
             some = run_some_rows(self.run, self.modules, rows, self.others)
             if not torch.is_grad_enabled():
