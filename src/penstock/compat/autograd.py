@@ -3,7 +3,7 @@
 # pyright: reportAttributeAccessIssue=false
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ def outlive_inference(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.inference_mode(False):
         return tensor.clone()
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Have a function called at the end of the backward pass that this thread is in."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def count_node_hooks(parameter: torch.Tensor) -> int:

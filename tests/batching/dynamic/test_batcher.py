@@ -261,6 +261,9 @@ def test_cells_may_be_compiled():
     mine = gradients(outputs.of("class").sum(), made)
     for left, right in zip(mine, gradients(expected.of("class").sum(), made), strict=True):
         torch.testing.assert_close(left, right)
+    batcher = DynamicBatcher(made)
+    around = torch.compile(lambda: batcher(graphs).of("class") * 2, backend="eager")
+    torch.testing.assert_close(around(), expected.of("class") * 2)
 
 
 @pytest.mark.parametrize("training", [True, False])

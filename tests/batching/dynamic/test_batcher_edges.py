@@ -332,3 +332,105 @@ def test_runs_of_several_threads_keep_their_budgets_apart():
     for number, (values, num_pieces) in enumerate(found):
         assert num_pieces == expected[number % 4][1]
         assert torch.equal(values, expected[number % 4][0])
+
+
+def pairs_of_words(num_pairs=6):
+    graph = TypedGraph()
+    words = [graph.add("word", inputs=[word % 5]) for word in range(2 * num_pairs)]
+    for left, right in zip(words[::2], words[1::2], strict=True):
+        graph.add("join", left, right)
+    return graph
+
+
+class Adding(nn.Module):
+    """Adds in place of its first operand, as a slice of the words or a copy of them."""
+
+    def forward(self, left, right):
+        return left.add_(right)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_cells_that_change_operands_in_place_are_refused(mode):
+    batcher = DynamicBatcher({"word": nn.Embedding(5, 4), "join": Adding()})
+    with mode(), pytest.raises(RuntimeError, match="modified") as caught:
+        batcher(pairs_of_words())
+    assert "have the cell clone() what it changes" in caught.value.__notes__[0]
+    doubling = DynamicBatcher({"word": nn.Hardtanh(inplace=True)})
+    numbers = TypedGraph.from_arrays(["word"] * 3, [[]] * 3, {"word": torch.arange(3.0)})
+    with mode(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        doubling(numbers)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_results_may_be_changed_in_place(mode):
+    batcher = DynamicBatcher({"word": nn.Embedding(5, 64), "join": Mix()})
+    with mode():
+        outputs = batcher(pairs_of_words())
+        for nodes in (range(12), [3, 1, 7]):
+            before = outputs.select(nodes).clone()
+            changed = outputs.select(nodes).mul_(2)
+            torch.testing.assert_close(outputs.select(nodes), before)
+            torch.testing.assert_close(changed, 2 * before)
+    if mode is torch.enable_grad:
+        weight = batcher.get_parameter("_cells.0.weight")
+        ours = torch.autograd.grad(outputs.of("join").mul_(2).sum(), weight)
+        theirs = torch.autograd.grad(2 * batcher(pairs_of_words()).of("join").sum(), weight)
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_graph_that_ran_in_inference_mode_can_be_trained():
+    batcher, graph = DynamicBatcher({"word": nn.Embedding(5, 64), "join": Mix()}), pairs_of_words()
+    with torch.inference_mode():
+        batcher(graph)
+    batcher(graph).of("join").sum().backward()
+
+
+def test_a_loss_keeps_no_outputs_after_its_backward_pass():
+    batcher = DynamicBatcher({"word": nn.Embedding(5, 64), "join": Mix()})
+
+    def step():
+        loss = batcher(pairs_of_words()).of("join").sum()
+        loss.backward()
+        batcher.zero_grad()
+        return loss
+
+    _, kept = measured_peak(step)
+    assert kept < 256  # the outputs take 4608 bytes
+
+
+def test_cells_that_change_their_buffers_are_not_recomputed():
+    """They would change them twice, and compute otherwise the second time."""
+
+    class Counting(Mean):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += len(x)
+            return super().forward(x)
+
+    graphs = forest(64, 512)
+    free = DynamicBatcher({"leaf": Mean(), "join": Mix()}, max_bytes=3 * MIB)
+    assert free(graphs).report.num_recomputed
+    batcher = DynamicBatcher({"leaf": Counting(), "join": Mix()}, max_bytes=3 * MIB)
+    with pytest.raises(CapacityError, match=r"type 'leaf' recomputed .* changes its buffers"):
+        batcher(graphs)
+    with torch.no_grad():
+        batcher(graphs)
+    norm = nn.Sequential(nn.Flatten(1), nn.BatchNorm1d(16))
+    batcher = DynamicBatcher({"leaf": norm, "join": Mix()}, max_bytes=3 * MIB)
+    with pytest.raises(ValueError, match="more than 1 value") as caught:
+        batcher(forest(4, 4, width=4))
+    assert "raised for one node alone" in caught.value.__notes__[0]
+
+
+def test_transformations_are_refused():
+    batcher = DynamicBatcher({"word": nn.Embedding(5, 64), "join": Mix()})
+    graph = pairs_of_words()
+
+    def loss(parameters):
+        return torch.func.functional_call(batcher, parameters, (graph,)).of("join").sum()
+
+    with pytest.raises(RuntimeError, match="does not reach into a DynamicBatcher"):
+        torch.func.grad(loss)(dict(batcher.named_parameters()))

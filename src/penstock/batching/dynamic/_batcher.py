@@ -32,9 +32,13 @@ from penstock.batching.dynamic._outputs import (
 )
 from penstock.batching.dynamic._splitting import BatchSplitter, InputTensors, Piece
 from penstock.batching.dynamic._typed_graph import NodeGraph, Signature, TypedGraph
+from penstock.compat.autograd import is_transformed
+from penstock.compat.dynamo import run_uncompiled
+from penstock.compat.modules import read_version
 from penstock.units import parse_bytes
 
 _MAX_CACHED_PLANS = 512
+_REMEDY_IN_PLACE = "have the cell clone() what it changes, or use inplace=False"
 Order = Callable[[NodeGraph], tuple[Integers, Integers, Integers]]
 
 
@@ -115,6 +119,7 @@ class DynamicBatcher(nn.Module):
         super().__setstate__(state)
         self._clear_caches()
 
+    @run_uncompiled(reason="what runs in a batch depends on the graphs")
     def forward(
         self, graphs: TypedGraph | Sequence[TypedGraph], *, keep: Sequence[Hashable] | None = None
     ) -> BatchedOutputs:
@@ -144,6 +149,12 @@ class DynamicBatcher(nn.Module):
     ) -> BatchedOutputs:
         """Run graphs as `forward` does, in the order of another scheduler to compare with."""
         begin = time.perf_counter()
+        if is_transformed():
+            raise RuntimeError(
+                "a transformation of torch.func (grad, vmap, jvp) or a forward-mode derivative is "
+                "on, and does not reach into a DynamicBatcher: use torch.autograd.grad, or call "
+                "the cells one by one"
+            )
         graphs = self._check_arguments(graphs, keep)
         numbered = self._number(graphs)
         kept = None if torch.is_grad_enabled() else tuple(keep or ()) or None
@@ -294,6 +305,12 @@ def _contexts_of_checkpoint() -> tuple[AbstractContextManager[Any], AbstractCont
     return nullcontext(), torch.inference_mode(False)
 
 
+def _list_versions(arguments: list[Any]) -> list[int]:
+    """Return how often the tensors of a cell's arguments were changed in place."""
+    tensors = (each if isinstance(each, tuple) else (each,) for each in arguments)
+    return [read_version(each) for of in tensors for each in of]
+
+
 @dataclass(eq=False)
 class _BatchRun:
     """A run of a plan, batch by batch and piece by piece."""
@@ -320,7 +337,7 @@ class _BatchRun:
             while done < batch.num_nodes:
                 piece = Piece(done, batch.num_nodes)
                 if self.splitter is not None:
-                    piece = self.splitter.next_piece(batch, done)
+                    piece = self.splitter.next_piece(batch, done, kind)
                 tokens.append(self._run_piece(batch, piece, kind, cell))
                 done = piece.stop
                 self.num_pieces += 1
@@ -333,11 +350,18 @@ class _BatchRun:
 
         def compute(*_: Tensor) -> Any:
             arguments = self._gather_arguments(batch, piece)
+            versions = _list_versions(arguments)
             try:
-                return cell(*arguments)
+                outputs = cell(*arguments)
+                if _list_versions(arguments) != versions:
+                    raise RuntimeError("an operand has been modified by an inplace operation")
             except Exception as error:
-                error.add_note(f"raised by the cell of {kind!r} for {num_nodes} of its nodes")
+                note = f"raised by the cell of {kind!r} for {num_nodes} of its nodes"
+                if "inplace" in str(error):
+                    note += ", which may share operands with others: " + _REMEDY_IN_PLACE
+                error.add_note(note)
                 raise
+            return outputs
 
         if piece.recompute and torch.is_grad_enabled():
             from torch.utils.checkpoint import checkpoint

@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._layout import ExecutionPlan, Operands
 from penstock.compat import autograd
+from penstock.compat.dynamo import run_uncompiled
 from penstock.tables import Report
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -69,6 +70,7 @@ class BatchedOutputs:
     """The report of the run."""
     _kept: set[Hashable] | None
 
+    @run_uncompiled(reason="what is read depends on the graphs")
     def select(self, nodes: Sequence[int] | Integers | Tensor) -> Any:
         """Return the outputs of nodes, in the order given.
 
@@ -151,7 +153,8 @@ class BatchedOutputs:
         tokens = [self._tokens[batch] for batch in sources]
         found = ReadOperands.apply(self._pools, operands, len(rows), *tokens)
         assert isinstance(found, tuple)
-        return found
+        # The caller may change them in place; the rows of the pool are read again.
+        return tuple(each.clone() for each in found) if in_order else found
 
     def of(self, kind: Hashable) -> Any:
         """Return the outputs of all nodes of a type, graph by graph.
@@ -176,7 +179,7 @@ class BatchedOutputs:
 
 
 class OutputPools:
-    """The outputs of a graph's nodes by pool and component, and their gradients.
+    """The outputs of a graph's nodes by pool and component.
 
     Pools in `widened` keep half precision as float32, since other cells that write to them may
     return float32 under autocast.
@@ -184,11 +187,9 @@ class OutputPools:
 
     def __init__(self, pool_rows: list[int], index: Tensor, widened: Collection[int] = ()) -> None:
         self._num_rows = pool_rows
-        self._index = index
         self._widened = widened
         self._values: list[tuple[Tensor, ...] | None] = [None] * len(pool_rows)
-        self._gradients: dict[int, tuple[Tensor, ...]] = {}
-        self._pass = -1
+        self.gradients = GradientPools(index, len(pool_rows))
         self.gathered_bytes = 0
         self.sliced_bytes = 0
 
@@ -196,10 +197,13 @@ class OutputPools:
         """Store the outputs of a batch, `[num_nodes, ...]` each, at `start`."""
         values, layout = self._values[pool], self.find_layout(pool, components)
         if values is None:
-            values = self._values[pool] = tuple(
-                each.new_empty((self._num_rows[pool], *each.shape[1:]), dtype=dtype)
-                for each, (_, dtype) in zip(components, layout, strict=True)
-            )
+            # Tensors of inference mode would not notice that they are changed in place.
+            with autograd.outside_inference_mode():
+                values = self._values[pool] = tuple(
+                    each.new_empty((self._num_rows[pool], *each.shape[1:]), dtype=dtype)
+                    for each, (_, dtype) in zip(components, layout, strict=True)
+                )
+            self.gradients.describe(pool, values)
         expected = self.find_layout(pool, values)
         if layout != expected:
             raise ValueError(
@@ -232,16 +236,48 @@ class OutputPools:
             slices = tuple(value.data[first:last] for value in values)
             self.sliced_bytes += sum(each.nbytes for each in slices)
             return [slices]
-        gathered = [value.index_select(0, self._index[operands.rows]) for value in values]
+        index = self.gradients.index[operands.rows]
+        gathered = [value.index_select(0, index) for value in values]
         self.gathered_bytes += sum(each.nbytes for each in gathered)
+        if len(operands.slots) == 1:  # no views, which the caller could not change in place
+            return [tuple(gathered)]
         parts = [each.split(num_nodes) for each in gathered]
         return list(zip(*parts, strict=True))
 
-    def add_gradients(
-        self, operands: Operands, num_nodes: int, gradients: tuple[Tensor | None, ...]
-    ) -> None:
+    def extend_index(self, rows: Integers) -> slice:
+        """Add rows to read later; return their range in the index."""
+        index = self.gradients.index
+        more = torch.from_numpy(rows).to(index.device)
+        self.gradients.index = torch.cat([index, more])
+        return slice(len(index), len(index) + len(rows))
+
+    def nbytes(self) -> int:
+        """Return the bytes of all outputs."""
+        return sum(value.nbytes for values in self._values if values for value in values)
+
+
+class GradientPools:
+    """The gradients of a graph's outputs, for the time of a backward pass.
+
+    Autograd's nodes have these and not the outputs, which so live as long as they are read, and
+    not as long as a loss does.
+    """
+
+    def __init__(self, index: Tensor, num_pools: int) -> None:
+        self.index = index
+        self._layouts: list[list[tuple[torch.Size, torch.dtype, torch.device]]] = [
+            [] for _ in range(num_pools)
+        ]
+        self._gradients: dict[int, tuple[Tensor, ...]] = {}
+        self._pass = -1
+
+    def describe(self, pool: int, values: tuple[Tensor, ...]) -> None:
+        """Take the layouts of a pool's outputs."""
+        self._layouts[pool] = [(each.shape, each.dtype, each.device) for each in values]
+
+    def add(self, operands: Operands, num_nodes: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Add the gradients of operands, slot by slot and component by component."""
-        pool = self._find_gradient_pool(operands.pool)
+        pool = self._find_pool(operands.pool)
         for place in range(len(operands.slots)):
             for component, target in enumerate(pool):
                 gradient = gradients[place * len(pool) + component]
@@ -252,36 +288,25 @@ class OutputPools:
                     target[first : operands.start + operands.rows.stop] += gradient
                 else:
                     first = operands.rows.start + place * num_nodes
-                    target.index_add_(0, self._index[first : first + num_nodes], gradient)
+                    target.index_add_(0, self.index[first : first + num_nodes], gradient)
 
-    def take_gradients(self, pool: int, start: int, num_nodes: int) -> tuple[Tensor | None, ...]:
+    def take(self, pool: int, start: int, num_nodes: int) -> tuple[Tensor | None, ...]:
         """Return the gradients of the rows of a batch."""
-        values = self._values[pool]
-        assert values is not None
         return tuple(
-            each[start : start + num_nodes] if has_gradient(value) else None
-            for each, value in zip(self._find_gradient_pool(pool), values, strict=True)
+            each[start : start + num_nodes] if has_gradient(each) else None
+            for each in self._find_pool(pool)
         )
 
-    def extend_index(self, rows: Integers) -> slice:
-        """Add rows to read later; return their range in the index."""
-        before = len(self._index)
-        more = torch.from_numpy(rows).to(self._index.device)
-        self._index = torch.cat([self._index, more])
-        return slice(before, before + len(rows))
-
-    def nbytes(self) -> int:
-        """Return the bytes of all outputs."""
-        return sum(value.nbytes for values in self._values if values for value in values)
-
-    def _find_gradient_pool(self, pool: int) -> tuple[Tensor, ...]:
+    def _find_pool(self, pool: int) -> tuple[Tensor, ...]:
         current = autograd.current_graph_task_id()
         if current != self._pass:  # another backward pass, as with retain_graph=True
             self._pass, self._gradients = current, {}
+            autograd.call_after_backward(self._gradients.clear)
         if pool not in self._gradients:
-            values = self._values[pool]
-            assert values is not None
-            self._gradients[pool] = tuple(torch.zeros_like(value) for value in values)
+            self._gradients[pool] = tuple(
+                torch.zeros(shape, dtype=dtype, device=device)
+                for shape, dtype, device in self._layouts[pool]
+            )
         return self._gradients[pool]
 
 
@@ -293,14 +318,14 @@ class WriteOutputs(torch.autograd.Function):
         ctx: Any, pools: OutputPools, pool: int, start: int, name: Any, *components: Tensor
     ) -> Tensor:
         pools.write(pool, start, components, name)
-        ctx.place = (pools, pool, start, len(components[0]))
+        ctx.place = (pools.gradients, pool, start, len(components[0]))
         ctx.dtypes = [each.dtype for each in components]
         return components[0].new_empty(0, dtype=torch.get_default_dtype())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         pools, pool, start, num_nodes = ctx.place
-        gradients = pools.take_gradients(pool, start, num_nodes)
+        gradients = pools.take(pool, start, num_nodes)
         cast = (
             None if each is None else each.to(dtype)
             for each, dtype in zip(gradients, ctx.dtypes, strict=True)
@@ -316,7 +341,7 @@ class ReadOperands(torch.autograd.Function):
         ctx: Any, pools: OutputPools, operands: Operands, num_nodes: int, *tokens: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.place = (pools, operands, num_nodes)
+        ctx.place = (pools.gradients, operands, num_nodes)
         ctx.num_tokens = len(tokens)
         outputs = tuple(each for slot in pools.read(operands, num_nodes) for each in slot)
         ctx.mark_non_differentiable(*(each for each in outputs if not has_gradient(each)))
@@ -330,7 +355,7 @@ class ReadOperands(torch.autograd.Function):
                 "supported: run the cells one by one where second derivatives are needed"
             )
         pools, operands, num_nodes = ctx.place
-        pools.add_gradients(operands, num_nodes, gradients)
+        pools.add(operands, num_nodes, gradients)
         return (None, None, None, *[None] * ctx.num_tokens)
 
 

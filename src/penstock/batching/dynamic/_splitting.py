@@ -16,7 +16,7 @@ The first run does not count: kernels and caches are initialised in it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +52,8 @@ class _CellBytes:
     example: tuple[Tensor, ...]
     """The components of the outputs of one node, `[1, ...]` each."""
     is_tuple: bool
+    changes_buffers: bool
+    """True if a run changes the cell's buffers, so that another one would compute otherwise."""
 
     @property
     def least_peak(self) -> float:
@@ -145,8 +147,17 @@ class BatchSplitter:
         if self._largest > self._free or inputs.peak_bytes > self._max_bytes:
             self._refuse(cells, max(base + self._largest, inputs.peak_bytes))
 
-    def next_piece(self, batch: BatchPlan, done: int) -> Piece:
-        """Return the next nodes of a batch that run together."""
+    def next_piece(self, batch: BatchPlan, done: int, kind: Hashable) -> Piece:
+        """Return the next nodes of a batch that run together.
+
+        Args:
+            batch: The batch.
+            done: Its nodes that have run.
+            kind: Their type, for errors.
+
+        Raises:
+            CapacityError: The nodes would be recomputed, and their cell changes its buffers.
+        """
         cost = self._costs[batch.kind]
         training = torch.is_grad_enabled()
         room = int((self._free - cost.fixed_peak) / max(cost.node_peak, 1.0))
@@ -155,6 +166,12 @@ class BatchSplitter:
         self._largest = max(self._largest, cost.fixed_peak + cost.node_peak * count)
         # At most half of the free bytes may be kept, so that later batches have room to run.
         recompute = training and kept > (self._free - self._largest) / 2
+        if recompute and cost.changes_buffers:
+            raise CapacityError(
+                f"max_bytes={format_bytes(self._max_bytes)} has nodes of type {kind!r} recomputed "
+                "in the backward pass, and their cell changes its buffers, as batch normalisation "
+                "does in training: raise max_bytes, run fewer graphs at once, or set it to eval()"
+            )
         if training:
             self._free -= _CHECKPOINT_BYTES if recompute else kept
         return Piece(done, done + count, recompute)
@@ -177,7 +194,11 @@ class BatchSplitter:
         layouts = tree_map(lambda each: (each.shape, each.dtype), tuple(arguments))
         key = (batch.kind, layouts, _find_mode(cell, inputs.device))
         if key not in self._measured:
-            self._measured[key] = _measure_cell(cell, arguments, inputs.device, room)
+            try:
+                self._measured[key] = _measure_cell(cell, arguments, inputs.device, room)
+            except Exception as error:
+                error.add_note("raised for one node alone, whose bytes are measured for max_bytes")
+                raise
         return self._measured[key]
 
     def _refuse(self, cells: dict[int, tuple[Hashable, nn.Module]], least_bytes: float) -> None:
@@ -219,12 +240,13 @@ def _measure_cell(
     `arguments` are those of one node, `[1, ...]` each.
     """
     probe = _Probe(cell, arguments)
-    with _preserve_state(cell, device):
+    with _preserve_state(cell, device) as has_changed:
         peak, kept = probe.measure(1, device)
         most = _PROBE_NODES.get(device.type, _FEWEST_PROBE_NODES)
         count = min(most, int(room / max(peak, 1)))
+        found = probe.example, probe.is_tuple, has_changed()
         if count < 2:  # fixed bytes are then counted for each node: too much, never too little
-            return _CellBytes(0, peak * _MARGIN, 0, kept * _MARGIN, probe.example, probe.is_tuple)
+            return _CellBytes(0, peak * _MARGIN, 0, kept * _MARGIN, *found)
         large_peak, large_kept = probe.measure(count, device)
         peak, kept = probe.measure(1, device)
     node_peak = max(large_peak - peak, 0) / (count - 1) * _MARGIN
@@ -234,18 +256,25 @@ def _measure_cell(
         node_peak,
         max(kept * _MARGIN - node_kept, 0),
         node_kept,
-        probe.example,
-        probe.is_tuple,
+        *found,
     )
 
 
 @contextmanager
-def _preserve_state(cell: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers and random numbers afterwards, also after an exception."""
+def _preserve_state(cell: nn.Module, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Restore buffers and random numbers afterwards, also after an exception.
+
+    Yields a function that returns whether buffers have changed.
+    """
     buffers = {name: each.clone() for name, each in cell.named_buffers()}
+
+    def has_changed() -> bool:
+        now = ((name, each) for name, each in cell.named_buffers() if name in buffers)
+        return not all(torch.equal(each, buffers[name]) for name, each in now)
+
     try:
         with keep_all_random_states(device):
-            yield
+            yield has_changed
     finally:
         for name, each in cell.named_buffers():
             if name in buffers:

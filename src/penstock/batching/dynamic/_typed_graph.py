@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock._lazy import cached_property
 from penstock.batching._arrays import Integers
+from penstock.compat.autograd import outside_inference_mode
 
 _NUMBERS = (int, float, complex, np.generic)  # these cannot change in place
 
@@ -284,10 +285,11 @@ class TypedGraph:
         known = self._numbers.get(code)
         num_rows = len(self._rows[code])
         if known is None or any(each is not None and len(each) != num_rows for each in known):
-            known = self._numbers[code] = [
-                _stack(column) if all(isinstance(each, _NUMBERS) for each in column) else None
-                for column in columns
-            ]
+            with outside_inference_mode():  # they are kept for runs with gradients, too
+                known = self._numbers[code] = [
+                    _stack(column) if all(isinstance(each, _NUMBERS) for each in column) else None
+                    for column in columns
+                ]
         return [
             _stack(column) if stacked is None else stacked
             for column, stacked in zip(columns, known, strict=True)
