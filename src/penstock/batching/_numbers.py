@@ -58,3 +58,21 @@ def round_up_bytes(values: Any, *, name: str) -> Integers:
     if numbers.dtype.kind == "f":  # only then: as floats, large integers become equal
         numbers = np.ceil(numbers)
     return numbers.astype(np.int64)
+
+
+def read_samples(samples: Any, num_samples: int, *, name: str) -> Integers:
+    """Turn the numbers of a batch's samples into an array; masks and negative ones are refused."""
+    chosen = np.asarray(samples.detach().cpu() if hasattr(samples, "detach") else samples)
+    if chosen.size and chosen.dtype.kind not in "iu":
+        raise TypeError(
+            f"{name} must be whole numbers, those of the samples; got dtype {chosen.dtype}: of a "
+            "mask pass mask.nonzero()[0]"
+        )
+    if chosen.ndim != 1:
+        raise ValueError(f"{name} must have one axis; got shape {chosen.shape}")
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < num_samples:
+        raise ValueError(
+            f"{name} must be numbers of samples, from 0 to {num_samples - 1}; got {chosen.min()} "
+            f"to {chosen.max()}"
+        )
+    return chosen.astype(np.int64)

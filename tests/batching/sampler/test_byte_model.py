@@ -183,14 +183,23 @@ def test_known_coefficients_are_found_and_saved(tmp_path):
 
 def test_wrong_arguments_are_refused():
     def step(batch):
-        pass
+        torch.ones(len(batch))
 
     with pytest.raises(ValueError, match="features is empty"):
         ByteModel.fit(step, [[0], [1]], {})
     with pytest.raises(ValueError, match="two batches or more"):
         ByteModel.fit(step, [[0]], {"nodes": [1, 2]})
-    with pytest.raises(ValueError, match="margin must be >= 0"):
-        ByteModel.fit(step, [[0], [1]], {"nodes": [1, 2]}, margin=-1)
+    with pytest.raises(TypeError, match="features is a list"):
+        ByteModel.fit(step, [[0], [1]], [1, 2])
+    with pytest.raises(TypeError, match="samples must be batches"):
+        ByteModel.fit(step, [0, 1], {"nodes": [1, 2]})
+    for margin in (-1, float("inf")):
+        with pytest.raises(ValueError, match="margin must be finite and >= 0"):
+            ByteModel.fit(step, [[0], [1]], {"nodes": [1, 2]}, margin=margin)
+    with pytest.raises(ValueError, match="step took no memory on cpu"):
+        ByteModel.fit(lambda batch: None, [[0], [1]], {"nodes": [1, 2]})
+    with pytest.raises(ValueError, match="num_probes is 0, but must be at least 1"):
+        probe_batches({"nodes": [1, 2]}, num_probes=0)
     with pytest.raises(ValueError, match=r"features\['nodes'\] must be finite"):
         ByteModel.fit(step, [[0], [1]], {"nodes": [1, float("nan")]})
     with pytest.raises(ValueError, match="got lengths"):
@@ -198,6 +207,11 @@ def test_wrong_arguments_are_refused():
     model = ByteModel.fit(step, [[0], [1]], {"nodes": [1, 2]})
     with pytest.raises(ValueError, match="must be those of the fit"):
         model.costs({"edges": [1]})
+    for batch, error in (([2], ValueError), ([-1], ValueError), ([True, False], TypeError)):
+        with pytest.raises(error, match=r"batch must be .*numbers"):
+            model.predict(batch, {"nodes": [1, 2]})
+        with pytest.raises(error, match=r"samples must be .*numbers"):
+            model.costs({"nodes": [1, 2]}).of_batch(batch)
 
 
 def test_a_missing_feature_is_said(caplog):

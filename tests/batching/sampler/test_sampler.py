@@ -408,6 +408,9 @@ def test_a_sample_that_is_too_large_is_an_error_alone_or_split():
     assert sorted(i for batch in left_out for i in batch) == [0, 2, 3, 4]
     with pytest.raises(ValueError, match="smaller parts"):
         BalancedBatchSampler(sizes, max_bytes=10, oversize=lambda i, cost: [((i, 0), cost)])
+    costs = SampleCosts(summed_bytes=np.array(sizes), least_bytes=20)
+    with pytest.raises(ValueError, match=r"costs 20 bytes at least \(least_bytes\)"):
+        BalancedBatchSampler(costs, max_bytes=10, oversize=lambda i, cost: [((i, 0), 1)])
 
 
 def test_every_sample_too_large_is_every_sample_alone():
@@ -472,6 +475,20 @@ def test_costs_may_be_tensors_arrays_or_fractions():
     assert sorted(BalancedBatchSampler(half, max_bytes=5, shuffle=False)) == [[0, 1], [2]]
     # 1.5 and 2.5 count as 2 and 3 whole bytes.
     assert len(BalancedBatchSampler([1.5, 2.5], max_bytes=4)) == 2
+
+
+def test_costs_by_hand_are_whole_bytes_of_64_bits():
+    small = np.array([200, 100, 250], dtype=np.uint8)
+    costs = SampleCosts(summed_bytes=small, padded_bytes=(small,))
+    assert costs.of_each().tolist() == [400, 200, 500]
+    assert SampleCosts(summed_bytes=[0.5, 1]).of_batch([0, 1]) == 2
+    for values, message in (([-1], "sample 0 has -1"), ([float("nan")], "sample 0 has nan")):
+        with pytest.raises(ValueError, match=f"summed_bytes must be finite and >= 0; {message}"):
+            SampleCosts(summed_bytes=values)
+    with pytest.raises(ValueError, match=r"got lengths \[2, 1\]"):
+        SampleCosts(summed_bytes=[1, 2], padded_bytes=([1],))
+    with pytest.raises(TypeError, match=r"fixed_bytes is 1\.5"):
+        SampleCosts(summed_bytes=[1], fixed_bytes=1.5)
 
 
 def test_a_state_of_other_data_is_refused():

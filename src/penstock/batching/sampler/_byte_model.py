@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ import torch
 
 from penstock.batching._arrays import Floats, Integers
 from penstock.batching._meter import measured_peak
-from penstock.batching._numbers import check_numbers, round_up_bytes
+from penstock.batching._numbers import check_numbers, read_samples, round_up_bytes
 from penstock.batching.sampler._packing import SampleCosts
 from penstock.memory.files import replace_file
 from penstock.tables import Report
+from penstock.units import parse_count
 
 logger = logging.getLogger(__name__)
 
@@ -115,18 +117,16 @@ class ByteModel(Report, title="byte model"):
             The model; printed, it shows its errors for the probes.
 
         Raises:
+            TypeError: Features are no dictionary of numbers, or samples no batches.
             ValueError: There are fewer than two batches, features differ in length or are not
-                numbers >= 0, or the margin is negative.
+                numbers >= 0, the margin is negative, or the step took no memory.
         """
         arrays = _read_features(features)
-        probes = [list(batch) for batch in samples]
-        if len(probes) < 2 or not all(probes):
-            raise ValueError(f"samples must be two batches or more, none empty; got {samples!r}")
-        if margin is not None and not margin >= 0:
-            raise ValueError(f"margin must be >= 0; got {margin}")
-        step(probes[0])
-        measured = [measured_peak(lambda batch=batch: step(batch), device)[0] for batch in probes]
+        probes = _read_probes(samples)
+        if margin is not None and not 0 <= margin < math.inf:
+            raise ValueError(f"margin must be finite and >= 0; got {margin}")
         rows = np.array([_sum_features(batch, arrays) for batch in probes])
+        measured = _measure_steps(step, probes, device)
         peaks = np.array(measured, dtype=np.float64)
         found, least = _fit_peaks(rows, peaks)
         predicted = np.maximum(rows @ found, least)
@@ -252,7 +252,13 @@ def probe_batches(
 
     Returns:
         The batches, the largest first; the last is the smallest sample alone.
+
+    Raises:
+        TypeError: Features are no dictionary of numbers, or a count is no whole number.
+        ValueError: A feature is negative or not finite, or a count is below 1.
     """
+    num_probes = parse_count(num_probes, name="num_probes", least=1)
+    max_samples = parse_count(max_samples, name="max_samples", least=1)
     arrays = _read_features(features)
     ranks = np.sum([values / max(float(values.max()), 1e-300) for values, _ in arrays.values()], 0)
     by_size = np.argsort(ranks, kind="stable")
@@ -270,6 +276,30 @@ def probe_batches(
         batches.append(chosen.tolist())
     batches.append(by_size[:1].tolist())
     return batches
+
+
+def _read_probes(samples: Any) -> list[list[int]]:
+    """Return the batches to measure as lists."""
+    if not all(isinstance(batch, Iterable) for batch in samples):
+        raise TypeError(f"samples must be batches, lists of numbers; got {samples!r:.200}")
+    probes = [list(batch) for batch in samples]
+    if len(probes) < 2 or not all(probes):
+        raise ValueError(f"samples must be two batches or more, none empty; got {samples!r}")
+    return probes
+
+
+def _measure_steps(
+    step: Callable[[list[int]], Any], probes: list[list[int]], device: torch.device | str
+) -> list[int]:
+    """Return the peak of a step on each probe, after one step that is not measured."""
+    step(probes[0])
+    measured = [measured_peak(lambda batch=batch: step(batch), device)[0] for batch in probes]
+    if not any(measured):
+        raise ValueError(
+            f"step took no memory on {device} for any of the samples: it has to run the batch in "
+            "this thread, with torch, and device has to be that of its tensors"
+        )
+    return measured
 
 
 def _choose_margin(peaks: Floats, predicted: Floats, names: list[str]) -> float:
@@ -342,6 +372,11 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 
 def _read_features(features: Features) -> dict[str, tuple[Floats, bool]]:
+    if not isinstance(features, Mapping):
+        raise TypeError(
+            f"features is a {type(features).__name__}; pass a dictionary, such as "
+            "{'nodes': numbers}"
+        )
     if not features:
         raise ValueError("features is empty; give at least one, such as the nodes of each sample")
     arrays = {}
@@ -360,7 +395,8 @@ def _read_features(features: Features) -> dict[str, tuple[Floats, bool]]:
 
 def _sum_features(batch: Sequence[int], arrays: dict[str, tuple[Floats, bool]]) -> list[float]:
     """Return the features of a batch, after a 1 for the bytes of every batch."""
-    chosen = np.asarray(batch, dtype=np.int64)
+    num_samples = len(next(iter(arrays.values()))[0])
+    chosen = read_samples(batch, num_samples, name="batch")
     row = [1.0]
     for values, is_padded in arrays.values():
         selected = values[chosen]

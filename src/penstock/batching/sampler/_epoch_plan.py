@@ -143,6 +143,12 @@ class EpochPlanner:
                 "oversize='alone' or a function that splits it"
             )
         assert callable(oversize)
+        if self._costs.least_bytes > max_bytes:
+            raise ValueError(
+                f"max_bytes is {max_bytes}, but every batch costs {self._costs.least_bytes} bytes "
+                "at least (least_bytes), into whatever parts oversize splits samples: raise "
+                "max_bytes"
+            )
         parts: list[tuple[Any, int]] = []
         for index in too_large.tolist():
             for key, num_bytes in _check_parts(index, oversize(index, int(alone[index]))):

@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 
 from penstock.batching._arrays import Floats, Integers
+from penstock.batching._numbers import read_samples, round_up_bytes
+from penstock.units import parse_count
 
 UNPLACED = -1
 """The batch of a sample that fits into none."""
@@ -59,12 +61,40 @@ class SampleCosts:
     """Bytes that every sample of a batch needs if this sample is the longest of them: any number of
     int64 arrays of shape `[num_samples]`, each with a maximum of its own."""
 
+    def __post_init__(self) -> None:
+        """Make whole bytes of 64 bits of all numbers, rounded up.
+
+        Raises:
+            TypeError: One is no number.
+            ValueError: One is negative or not finite, or arrays differ in length.
+        """
+        for name in ("fixed_bytes", "least_bytes"):
+            object.__setattr__(self, name, parse_count(getattr(self, name), name=name))
+        summed = round_up_bytes(self.summed_bytes, name="summed_bytes")
+        padded = tuple(
+            round_up_bytes(each, name=f"padded_bytes[{number}]")
+            for number, each in enumerate(self.padded_bytes)
+        )
+        lengths = [len(summed), *map(len, padded)]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"summed_bytes and each of padded_bytes must have one number per sample; got "
+                f"lengths {lengths}"
+            )
+        object.__setattr__(self, "summed_bytes", summed)
+        object.__setattr__(self, "padded_bytes", padded)
+
     def __len__(self) -> int:
         return len(self.summed_bytes)
 
     def of_batch(self, samples: Sequence[int] | Integers) -> int:
-        """Return the bytes of one batch, given by the numbers of its samples."""
-        chosen = np.asarray(samples, dtype=np.int64)
+        """Return the bytes of one batch, given by the numbers of its samples.
+
+        Raises:
+            TypeError: They are no whole numbers.
+            ValueError: There is no such sample.
+        """
+        chosen = read_samples(samples, len(self), name="samples")
         if len(chosen) == 0:
             return max(self.fixed_bytes, self.least_bytes)
         padded = sum(int(each[chosen].max()) for each in self.padded_bytes)
