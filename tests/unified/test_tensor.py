@@ -249,6 +249,27 @@ def test_out_where_gradients_are_recorded_is_refused(source):
         assert torch.equal(u.gather_rows(torch.tensor([1]), out=torch.empty(1, 6)), source[1:2])
 
 
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_autograd_sees_that_memory_for_rows_was_written(source, kind, tmp_path):
+    u = unify(source) if kind == "memory" else unify(source).save_rows(tmp_path / "table")
+    index, factor = torch.tensor([3, 1]), torch.ones(2, 6, requires_grad=True)
+    for gather in (
+        lambda out: u.gather_rows(index, out=out),
+        lambda out: torch.index_select(u, 0, index, out=out),
+    ):
+        out = torch.empty(2, 6)
+        loss = (gather(out) * factor).sum()
+        gather(out)  # what the product has saved is not there any more
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match=r"out: it requires a gradient.*out\.detach\(\)"):
+            gather(out.requires_grad_())
+        assert torch.equal(torch.index_select(u, 0, index, out=torch.empty(0)), source[index])
+    with torch.inference_mode():
+        out = torch.empty(2, 6)
+        assert torch.equal(u.gather_rows(index, out=out), source[index])
+
+
 def test_gather_rows_async(source):
     u = unify(source, requires_grad=True)
     batches = [index_of(4, 5) for _ in range(20)]

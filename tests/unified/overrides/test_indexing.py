@@ -50,6 +50,9 @@ KEYS = {
     "columns of a list": ([1, 2], slice(1, 3)),
     "element": (5, 2, 1),
     "columns of a slice": (slice(2, 5), 1),
+    "element by numbers of other kinds": (5, np.int64(2), torch.tensor(1)),
+    "column of rows by a number of NumPy's": (ROWS, np.int32(1)),
+    "column of a slice by a scalar": (slice(2, 5), torch.tensor(1)),
 }
 
 # What PyTorch gives to those in memory, and what would need all of one in a file.
@@ -60,6 +63,9 @@ WHOLE = {
     "elements": (ROWS, torch.tensor([0, 1, 2, 0])),
     "mask of elements": torch.ones(12, 4, 2) > 0,
     "new dimension": None,
+    "mask of everything, of old": torch.tensor(2, dtype=torch.uint8),
+    "elements of a slice": (slice(2, 5), torch.tensor([0, 1])),
+    "rows in a nested tuple": ((0, 1),),
 }
 
 
@@ -90,6 +96,7 @@ def test_rows_are_those_of_torch_with_sparse_gradients(key, make):
     assert torch.equal(table.grad.to_dense(), content.grad)
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("key", WHOLE.values(), ids=WHOLE)
 def test_what_does_not_choose_rows_is_for_torch(key, make):
     table, content = make()
@@ -97,6 +104,15 @@ def test_what_does_not_choose_rows_is_for_torch(key, make):
     refused = pytest.raises((WholeTableError, IndexError), match=r"whole table|are chosen first")
     with refused if in_file else contextlib.nullcontext():
         assert torch.equal(table[key], content[key])
+    with refused if in_file else contextlib.nullcontext():
+        assert torch.equal(make(requires_grad=True)[0][key], content[key])
+
+
+def test_parts_of_a_slice_that_are_not_read_are_not_said_to_be_the_whole_table(tmp_path):
+    table = empty((12, 4), path=tmp_path / "table")
+    for key in ((slice(2, 5), torch.tensor([0, 1])), ((0, 1),)):
+        with pytest.raises(IndexError, match="are chosen first"):
+            table[key]
 
 
 @pytest.mark.parametrize("key", [12, [25], (ROWS, 4), MASK[:7]], ids=str)
@@ -121,6 +137,21 @@ def test_a_write_that_is_wrong_changes_nothing(make):
     for key, value in (([1, 2], torch.ones(3, 4, 2)), ([25], 0.0), ((ROWS, 9), 1.0)):
         with pytest.raises((RuntimeError, IndexError)):
             table[key] = value
+    assert torch.equal(table[torch.arange(12)], content)
+
+
+def test_a_write_that_would_lose_a_part_of_the_value_is_refused(make):
+    table, content = make()
+    for value in (torch.ones(2, 4, 2) + 2j, (torch.ones(2, 4, 2) + 2j).numpy()):
+        if isinstance(value, torch.Tensor) or table.report().tier == "file":
+            with pytest.raises(TypeError, match=r"float32, which does not hold torch\.complex64"):
+                table[[1, 2]] = value
+    whole = unify(torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"convert it first: value\.to\(torch\.int64\)"):
+        whole[[0]] = torch.full((1, 2), 2.7)
+    assert torch.equal(table[torch.arange(12)], content) and not whole.any()
+    table[[1, 2]] = torch.full((1, 1, 2, 4, 2), 2.5, dtype=torch.float64)
+    content[[1, 2]] = 2.5
     assert torch.equal(table[torch.arange(12)], content)
 
 
@@ -166,6 +197,35 @@ def test_writes_to_views_of_rows_are_made_or_refused(write, mode, tmp_path):
         assert not torch.equal(table[torch.arange(12)], content)
         with pytest.raises(RuntimeError, match=r"in place, but they are a copy.*write u\[key\]"):
             write(unify(tmp_path / "table.npy"))
+
+
+@pytest.mark.parametrize("write", [WRITES[name] for name in ("zero", "fill", "view", "list")])
+def test_writes_to_rows_of_a_table_with_gradients_are_refused_as_by_torch(write, make):
+    table, content = make(requires_grad=True)
+    with pytest.raises(RuntimeError, match="in-place"):
+        write(content.clone().requires_grad_())
+    with pytest.raises(RuntimeError, match="in place, but they are a copy"):
+        write(table)
+    (table[2].view(-1).square().sum() + table[1:4].sum()).backward()
+    expected = torch.zeros(12, 4, 2)
+    expected[2], expected[1:4] = 2 * content[2], expected[1:4] + 1
+    expected[2] += 2 * content[2]
+    assert torch.equal(table.grad.to_dense(), expected)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda u, i: torch.vmap(lambda row: u[row])(i),
+        lambda u, i: torch.vmap(lambda rows: functional.embedding(rows, u))(i[:, None]),
+        lambda u, i: torch.func.grad(lambda w: (u[i] * w).sum())(torch.ones(2)),
+    ],
+)
+def test_transforms_do_not_see_gathers(read, make):
+    for requires_grad in (False, True):
+        table, _ = make(requires_grad=requires_grad)
+        with pytest.raises(RuntimeError, match="gather them before the transform"):
+            read(table, torch.tensor([1, 2]))
 
 
 def test_rows_that_torch_has_as_views_are_read_as_others_are(make):
@@ -222,6 +282,22 @@ def test_bags_are_those_of_torch_with_sparse_gradients(options, mode, kind, tmp_
     found.square().sum().backward()
     assert table.grad.layout == torch.sparse_coo
     torch.testing.assert_close(table.grad.to_dense(), plain.grad)
+
+
+@pytest.mark.parametrize("padding", [6, -7])
+def test_padding_of_no_row_is_refused(padding):
+    for requires_grad in (False, True):
+        table = unify(torch.ones(6, 2), requires_grad=requires_grad)
+        with pytest.raises(ValueError, match=f"padding_idx={padding}.*from -6 to 5"):
+            functional.embedding(torch.tensor([1]), table, padding_idx=padding)
+        with pytest.raises((ValueError, RuntimeError), match="padding_idx"):
+            functional.embedding_bag(torch.tensor([[1]]), table, padding_idx=padding)
+
+
+def test_maxima_whose_gradients_would_be_scaled_are_refused():
+    table, bags = unify(torch.ones(6, 2), requires_grad=True), torch.tensor([[1, 2]])
+    with pytest.raises(ValueError, match="max mode does not support scaling"):
+        functional.embedding_bag(bags, table, mode="max", scale_grad_by_freq=True)
 
 
 def test_bags_with_weights_train_a_table_in_a_file(tmp_path):

@@ -13,7 +13,7 @@ from penstock.unified.file.table import FileTable
 from penstock.unified.file.writer import change_lock
 from penstock.unified.overrides._row_copy import RowCopy
 from penstock.unified.overrides._rows import is_plain_write, is_readable_by_torch, write_rows
-from penstock.unified.overrides.gather import INTEGERS, gather, refuse_fake
+from penstock.unified.overrides.gather import INTEGERS, check_index, gather, refuse_fake
 from penstock.unified.overrides.registry import Operation, implements, run, whole_table_error
 
 Rows = int | slice | torch.Tensor
@@ -31,7 +31,7 @@ def _getitem(func: Operation, table: Any, key: Any) -> Any:
     if isinstance(key, _VIEWS) and is_readable_by_torch(table):
         return run(func, table, key)
     chosen = _split_key(table.shape[0], key)
-    if chosen is None and isinstance(table, FileTensor) and (error := _key_error(key)):
+    if chosen is None and isinstance(table, FileTensor) and (error := _key_error(table, key)):
         raise error
     if chosen is None or (is_readable_by_torch(table) and not _are_whole_rows(*chosen)):
         return run(func, table, key)
@@ -48,7 +48,7 @@ def _getitem(func: Operation, table: Any, key: Any) -> Any:
     with torch.inference_mode(mode=False), torch.set_grad_enabled(recorded):
         found = gather(table, _row_numbers(len(table), rows), negative=True)
         found = found[_key_within(rows, rest)] if rest or isinstance(rows, int) else found
-        return found if found.requires_grad else found.as_subclass(RowCopy)
+        return found.as_subclass(RowCopy)
 
 
 @implements(torch.Tensor.__setitem__)
@@ -57,19 +57,25 @@ def _setitem(func: Operation, table: Any, key: Any, value: Any) -> None:
     if isinstance(table, FileTensor) and chosen is not None:
         _write_to_file(table, *chosen, value)
         return
-    if isinstance(table, FileTensor) and (error := _key_error(key)):
+    if isinstance(table, FileTensor) and (error := _key_error(table, key)):
         raise error
     is_plain = isinstance(value, torch.Tensor) and is_plain_write(table, value)
     if chosen is None or not is_plain or not _are_whole_rows(*chosen):
         run(func, table, key, value)
         return
     index = _row_numbers(len(table), chosen[0])
+    _check_cast(table, value)
+    extra = value.dim() - index.dim() - table.dim() + 1
+    if extra > 0 and value.shape[:extra].numel() == 1:  # as PyTorch: a batch of one is no batch
+        value = value.flatten(0, extra)
     rows = value.to(table.dtype).expand(*index.shape, *table.shape[1:])
     write_rows(table, index, rows, negative=True)
 
 
 def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: Any) -> None:
     """Write `table[rows, *rest] = value`; rows that keep a part are read first."""
+    if isinstance(rows, torch.Tensor):
+        _check_cast(table, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
     value = torch.as_tensor(value, dtype=table.dtype, device=getattr(value, "device", "cpu"))
     if not is_plain_write(table, value):
         raise RuntimeError(
@@ -89,6 +95,15 @@ def _write_to_file(table: FileTensor, rows: Rows, rest: tuple[Any, ...], value: 
         write_rows(table, index, content, negative=True)
 
 
+def _check_cast(table: UnifiedTensor, value: Any) -> None:
+    """Refuse a tensor of which the table's dtype would keep a part, as PyTorch does."""
+    if isinstance(value, torch.Tensor) and not torch.can_cast(value.dtype, table.dtype):
+        raise TypeError(
+            f"u[rows] = value: the table has {table.dtype}, which does not hold {value.dtype}; "
+            f"convert it first: value.to({table.dtype})"
+        )
+
+
 def _are_whole_rows(rows: Rows, rest: tuple[Any, ...]) -> bool:
     """Return whether Penstock copies the rows although PyTorch could: whole, in any order."""
     return isinstance(rows, torch.Tensor) and not rest
@@ -105,19 +120,24 @@ def _split_key(num_rows: int, key: Any) -> tuple[Rows, tuple[Any, ...]] | None:
     chooses among what they hold by more than numbers, slices, None and `...`.
     """
     first, rest = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
+    rest = tuple(_to_number(each) if _is_number(each) else each for each in rest)
     if not all(type(each) in (int, slice, types.NoneType, types.EllipsisType) for each in rest):
         return None
     rows = _choose_rows(num_rows, first)
     return None if rows is None else (rows, rest)
 
 
-def _key_error(key: Any) -> IndexError | None:
+def _key_error(table: FileTensor, key: Any) -> IndexError | None:
     """Return the error of a key by which tables in files do not choose rows.
 
     None if the key is for all rows: then that is the error.
     """
     parts = key if isinstance(key, tuple) else (key,)
-    chosen = isinstance(parts[0], list | torch.Tensor | np.ndarray | int) if parts else False
+    first = parts[0] if parts else None
+    if isinstance(first, slice):
+        chosen = (first.step is None or first.step > 0) and not _are_all(first, len(table))
+    else:
+        chosen = isinstance(first, list | tuple | torch.Tensor | np.ndarray | int)
     if not chosen:
         return None
     names = [
@@ -138,7 +158,7 @@ def _choose_rows(num_rows: int, first: Any) -> Rows | None:
     if isinstance(first, slice):
         return first if first.step is None or int(first.step) > 0 else None
     if _is_number(first):
-        return int(first)
+        return _to_number(first)
     if isinstance(first, list | range):
         first = _list_to_tensor(first)
     elif isinstance(first, np.ndarray):
@@ -149,7 +169,7 @@ def _choose_rows(num_rows: int, first: Any) -> Rows | None:
     if first.dtype in _WIDE_UNSIGNED:  # gathers take none of them
         first = first.long()
     if first.dim() == 0:
-        return int(first) if first.dtype in INTEGERS and first.is_cpu else None
+        return _to_number(first) if _is_number(first) else None
     if first.dtype in (torch.bool, torch.uint8):  # bytes are PyTorch's masks of old
         if first.dim() > 1:
             return None
@@ -162,12 +182,18 @@ def _choose_rows(num_rows: int, first: Any) -> Rows | None:
 
 
 def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and value.dtype in _INDEX_DTYPES and value.is_cpu
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _to_number(value: Any) -> int:
+    return int(check_index(value) if isinstance(value, torch.Tensor) else value)
 
 
 def _list_to_tensor(values: list[Any] | range) -> torch.Tensor | None:
     """Return row numbers or a mask; None for what PyTorch takes for a tuple, and for a mixture."""
-    if all(_is_number(each) for each in values):
+    if all(_is_number(each) and not isinstance(each, torch.Tensor) for each in values):
         return torch.tensor(values, dtype=torch.int64, device="cpu")
     if all(isinstance(each, bool | np.bool_) for each in values):
         return torch.tensor(values, dtype=torch.bool, device="cpu")

@@ -1,8 +1,8 @@
 """Copies of rows that a key chooses for which PyTorch has views: changing them in place raises.
 
-`weight[2].zero_()` writes to a plain tensor, and to a table in memory. Rows of a table in a file
-are gathered: the write would be lost. Where gradients are recorded PyTorch refuses the write, and
-rows are plain tensors.
+`weight[2].zero_()` writes to a plain tensor, and to a table in memory. Rows of a table in a file,
+or of one whose gradients are recorded, are gathered: the write would be lost. PyTorch refuses it
+where gradients are recorded, too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class RowCopy(torch.Tensor):
             out = func(*args, **kwargs)
             if [each._version for each in copies] != versions:
                 raise RuntimeError(
-                    f"{func.__name__} changes rows in place, but they are a copy of those of a "
-                    "table in a file: write u[key] = rows, or clone() the rows to change them alone"
+                    f"{func.__name__} changes rows in place, but they are a copy of those of the "
+                    "table: write u[key] = rows, or clone() the rows to change them alone"
                 )
             return _mark_views(out, copies)
 

@@ -24,8 +24,10 @@ def _index_select(
     func: Operation, input: Any, dim: int, index: Any, *, out: torch.Tensor | None = None
 ) -> Any:
     if isinstance(input, UnifiedTensor) and dim in (0, -input.dim()) and index.dim() <= 1:
-        if out is not None and not torch.is_grad_enabled():
-            out.resize_((index.numel(), *input.shape[1:]))
+        shape = (index.numel(), *input.shape[1:])
+        recorded = torch.is_grad_enabled() and input.requires_grad  # then the gather raises
+        if out is not None and out.shape != shape and not recorded:
+            out.resize_(shape)
         return gather(input, index.reshape(-1), out=out)
     return run(func, input, dim, index, **({} if out is None else {"out": out}))
 
@@ -118,8 +120,7 @@ def _embedding(
     if not isinstance(weight, UnifiedTensor):
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return run(func, input, weight, *options)
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
+    padding_idx = _resolve_padding(padding_idx, len(weight))
     if max_norm is not None:
         _renormalize(weight, check_index(input), max_norm, norm_type)
     rows = gather(weight, input, padding_index=padding_idx)
@@ -127,6 +128,18 @@ def _embedding(
         _, places, counts = torch.unique(input, return_inverse=True, return_counts=True)
         return _scale_gradient(rows, 1 / counts[places])
     return rows
+
+
+def _resolve_padding(padding_idx: int | None, num_rows: int) -> int | None:
+    """Return the row without gradient; one below zero counts from the end."""
+    if padding_idx is None:
+        return None
+    if not -num_rows <= padding_idx < num_rows:
+        raise ValueError(
+            f"padding_idx={padding_idx}: expected one of the table's {num_rows} rows, from "
+            f"{-num_rows} to {num_rows - 1}; leave it out for no padding"
+        )
+    return padding_idx % num_rows
 
 
 @without_gradients
@@ -171,6 +184,7 @@ def _embedding_bag(
     options = {
         **{"mode": mode, "per_sample_weights": per_sample_weights},
         **{"include_last_offset": include_last_offset},
+        "scale_grad_by_freq": scale_grad_by_freq and mode == "max",  # which PyTorch refuses
     }
     is_plain = max_norm is None and not scale_grad_by_freq
     if (
@@ -184,8 +198,8 @@ def _embedding_bag(
     if max_norm is not None:
         _renormalize(weight, input, max_norm, norm_type)
     index, places, counts = torch.unique(input, return_inverse=True, return_counts=True)
+    padding_idx = _resolve_padding(padding_idx, len(weight))
     if padding_idx is not None:
-        padding_idx %= weight.shape[0]
         at = (index == padding_idx).nonzero().flatten().tolist()
         options["padding_idx"] = at[0] if at else None
     rows = gather(weight, index, padding_index=padding_idx)

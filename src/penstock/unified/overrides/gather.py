@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
-from penstock.compat.dispatch import unchecked_sparse_tensor, without_torch_function
+from penstock.compat.dispatch import (
+    are_functorch_transforms_active,
+    unchecked_sparse_tensor,
+    without_torch_function,
+)
 from penstock.compat.fake_tensors import FakeTensor
 from penstock.unified._devices import GPU, gather_threads, gpu_of
 from penstock.unified.host.memory import advise_huge_pages
@@ -41,6 +45,11 @@ def gather(
                 "`out`, or gather under torch.no_grad()"
             )
         _check_out(table, index, out)
+        if torch.is_grad_enabled() and out.requires_grad:
+            raise RuntimeError(
+                "out: it requires a gradient, which gathered rows would have none of; give "
+                "out.detach(), or gather under torch.no_grad()"
+            )
     if differentiable:
         return _SparseGather.apply(table, index, negative, padding_index, None)
     return _read_rows(table, index, out, negative)
@@ -92,12 +101,18 @@ class PendingRows:
 
 
 def check_index(index: Any) -> torch.Tensor:
-    """Return `index` itself, if it is a tensor of integers."""
+    """Return `index` itself, if it is a tensor of integers whose numbers can be read."""
     if not isinstance(index, torch.Tensor) or index.dtype not in INTEGERS:
         found = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
         raise TypeError(f"index: expected a tensor of integers, got {found}")
     if not index.is_cpu and index.device.type != GPU:
         raise ValueError(f"index: expected a tensor on the CPU or a GPU, got one on {index.device}")
+    if are_functorch_transforms_active():
+        raise RuntimeError(
+            "rows of a table are read and written outside of torch's operators, which transforms "
+            "(torch.vmap, torch.func.grad and others) do not see: gather them before the "
+            "transform, and pass them to the function"
+        )
     refuse_fake(index)
     return index
 
@@ -147,6 +162,8 @@ def _read_rows(
     reader = None if device.type == "cpu" else source.device_table(device)
     if out is not None and out.is_contiguous() and not out.is_conj() and not out.is_neg():
         rows = out
+        if not out.is_inference():  # autograd may have saved what is overwritten, unseen by torch
+            torch.autograd.graph.increment_version(out)
     else:
         rows = torch.empty(index.shape + table.shape[1:], dtype=table.dtype, device=device)
     refuse_fake(index, rows)
