@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import struct
 import zlib
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
+from penstock.unified import unify
 from penstock.unified.file import layout as file_layout
 from penstock.unified.file.layout import create, open_layout
 
@@ -263,3 +265,10 @@ def test_shapes_of_npy_that_make_no_sense(tmp_path):
 def test_a_missing_file(tmp_path):
     with pytest.raises(StoreUnavailableError, match=r"x\.npy cannot be opened: No such file"):
         open_layout(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize("name", ["x", "x.npy", "x.safetensors#a"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name.partition("#")[0])
+    with pytest.raises(StoreUnavailableError, match="a device, a pipe or a socket; give the path"):
+        unify(tmp_path / name)

@@ -20,6 +20,7 @@ import io
 import json
 import math
 import os
+import stat
 import struct
 import tokenize
 import zlib
@@ -121,6 +122,7 @@ def open_layout(source: str | os.PathLike[str]) -> RowLayout:
     """
     path, key = split_source(os.fspath(source))
     try:
+        _refuse_pipe(path)
         with open(path, "rb") as file:
             if path.endswith(".safetensors"):
                 layout = _safetensors_layout(file, path, key)
@@ -141,6 +143,16 @@ def open_layout(source: str | os.PathLike[str]) -> RowLayout:
             offset=num_bytes,
         )
     return dataclasses.replace(layout, file_id=identity, file_bytes=num_bytes)
+
+
+def _refuse_pipe(path: str) -> None:
+    """Refuse what holds no rows: to open a pipe would wait for its writer."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise StoreUnavailableError(
+            f"{path} cannot be opened: it is a device, a pipe or a socket; give the path of a file",
+            path=path,
+        )
 
 
 def store_error(error: OSError, path: str, problem: str, kind: type[StoreError]) -> StoreError:
