@@ -320,6 +320,8 @@ def test_what_is_no_table_or_has_a_dense_gradient_is_refused():
         (lambda p: Adagrad(p, initial_accumulator_value=-1), "initial_accumulator_value=-1"),
         (lambda p: Adam(p, weight_decay=-1), "weight_decay=-1"),
         (lambda p: Adam(p, betas=(0.9, 1.0)), r"betas=\(0.9, 1.0\): expected two numbers"),
+        (lambda p: Adam(p, betas=0.9), "betas=0.9: expected two numbers"),
+        (lambda p: SGD(p, lr=None), "lr=None: expected a number that is not negative"),
     ],
 )
 def test_options_that_make_no_sense(make, says):
@@ -408,6 +410,28 @@ def test_options_of_a_group_are_checked():
     table = unify(torch.zeros(5, 4), requires_grad=True)
     with pytest.raises(ValueError, match="lr=-1: expected a number that is not negative"):
         SGD([{"params": [table], "lr": -1}])
+    with pytest.raises(ValueError, match=r"betas=\(1.0, 0.9\): expected two numbers"):
+        Adam([{"params": [table], "betas": (1.0, 0.9)}])
+    with pytest.raises(ValueError, match="nesterov needs a momentum above 0"):
+        SGD([table]).add_param_group(
+            {"params": [unify(torch.zeros(5, 4), requires_grad=True)], "nesterov": True}
+        )
+    with pytest.raises(ValueError, match="initial_accumulator_value=-1: expected"):
+        Adagrad([{"params": [table], "initial_accumulator_value": -1}])
+
+
+def test_a_gradient_that_is_refused_stops_the_step_of_all_tables():
+    tables = [unify(torch.ones(3, 2), requires_grad=True) for _ in range(2)]
+    (tables[0][[1]].sum() + tables[1].sum()).backward()
+    with pytest.raises(TypeError, match="has a dense gradient"):
+        SGD(tables, lr=0.5).step()
+    assert all(torch.equal(each.detach().cpu(), torch.ones(3, 2)) for each in tables)
+
+
+def test_tables_of_numbers_that_no_step_is_made_of_are_refused():
+    table = unify(torch.zeros(3, 2).to(torch.float8_e4m3fn), requires_grad=True)
+    with pytest.raises(TypeError, match=r"float8_e4m3fn, of which no step is made; expected"):
+        Adam([table])
 
 
 @pytest.mark.parametrize("kind", ["x.npy", "x"])

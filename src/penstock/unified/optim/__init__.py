@@ -77,14 +77,18 @@ class SGD(RowOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if nesterov and (momentum <= 0 or dampening != 0):
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        options = {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
+        super().__init__(params, numbers | options)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        momentum, dampening = options["momentum"], options["dampening"]
+        if options["nesterov"] and (momentum <= 0 or dampening != 0):
             raise ValueError(
                 f"nesterov=True, momentum={momentum}, dampening={dampening}: nesterov needs a "
                 "momentum above 0, and no dampening"
             )
-        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        options = {"weight_decay": weight_decay, "nesterov": nesterov, "maximize": maximize}
-        super().__init__(params, numbers | options)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
@@ -127,11 +131,6 @@ class Adagrad(RowOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if not initial_accumulator_value >= 0:
-            raise ValueError(
-                f"initial_accumulator_value={initial_accumulator_value}: expected a number that is "
-                "not negative"
-            )
         numbers = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         options = {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
         super().__init__(params, numbers | options)
@@ -179,10 +178,15 @@ class Adam(RowOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas}: expected two numbers from 0 to below 1")
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "amsgrad": amsgrad, "maximize": maximize})
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        betas = options["betas"]
+        is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+        if not is_pair or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: expected two numbers from 0 to below 1")
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         names = ("exp_avg", "exp_avg_sq")

@@ -28,6 +28,14 @@ _STEP = "step"  # as torch's optimizers call it in their state
 # and the CRC-32 of its bytes plus one (0: none). Data that was made anew has none of them.
 _NUM_WITNESSES = 8
 _STEP_SHAPE = (1 + 2 * _NUM_WITNESSES,)
+_NOT_NEGATIVE = (
+    *("lr", "weight_decay", "eps", "lr_decay", "momentum"),
+    "initial_accumulator_value",
+)
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.complex64, torch.complex128),
+)
 _CPU = "cpu"  # on which steps are made, and so state is gathered
 
 
@@ -55,10 +63,7 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
             TypeError: One of them is no table of Penstock's.
             ValueError: An option makes no sense.
         """
-        options = {**self.defaults, **param_group}
-        for name in ("lr", "weight_decay", "eps", "lr_decay", "momentum"):
-            if not float(options.get(name, 0)) >= 0:
-                raise ValueError(f"{name}={options[name]}: expected a number that is not negative")
+        self._check_options({**self.defaults, **param_group})
         tables = param_group["params"]
         tables = [tables] if isinstance(tables, torch.Tensor) else list(tables)
         for entry in tables:
@@ -68,7 +73,23 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
                     f"params: expected tables made by penstock.unify, got "
                     f"{type(table).__name__}; give other parameters to torch.optim"
                 )
+            if table.dtype not in _DTYPES:
+                raise TypeError(
+                    f"params: a table has {table.dtype}, of which no step is made; expected one of "
+                    f"{', '.join(map(str, _DTYPES))}"
+                )
         super().add_param_group({**param_group, "params": tables})
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Refuse options of a group that make no sense."""
+        for name in _NOT_NEGATIVE:
+            value = options.get(name, 0)
+            try:
+                is_right = float(value) >= 0
+            except (TypeError, ValueError, RuntimeError):
+                is_right = False
+            if not is_right:
+                raise ValueError(f"{name}={value}: expected a number that is not negative")
 
     @without_gradients
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -88,10 +109,16 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for table in group["params"]:
-                if table.grad is not None:
-                    self._step_table(table, group)
+        parts = [
+            (table, group)
+            for group in self.param_groups
+            for table in group["params"]
+            if table.grad is not None
+        ]
+        for table, _ in parts:  # before any of them is changed
+            _check_gradient(table)
+        for table, group in parts:
+            self._step_table(table, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -257,8 +284,8 @@ def _to_bytes(row: torch.Tensor) -> bytes:
     return row.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _read_gradient(table: UnifiedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and rows of a table's gradient, on the CPU; a row may occur several times."""
+def _check_gradient(table: UnifiedTensor) -> torch.Tensor:
+    """Return a table's gradient, if it is one of rows."""
     gradient = table.grad
     assert gradient is not None
     if gradient.layout != torch.sparse_coo:
@@ -271,6 +298,12 @@ def _read_gradient(table: UnifiedTensor) -> tuple[torch.Tensor, torch.Tensor]:
             f"{table!r} has a gradient with {gradient.sparse_dim()} sparse dimensions; expected "
             "one, that of the rows: tensor.to_sparse(1)"
         )
+    return gradient
+
+
+def _read_gradient(table: UnifiedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and rows of a table's gradient, on the CPU; a row may occur several times."""
+    gradient = _check_gradient(table)
     return gradient._indices()[0].cpu(), gradient._values().detach().cpu()
 
 
