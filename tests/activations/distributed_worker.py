@@ -20,6 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -83,6 +88,16 @@ def fully_sharded(
     return fully_shard(model, **options)
 
 
+def tensor_parallel() -> nn.Module:
+    """Layers whose hidden activations are DTensors."""
+    model = layers()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     "ddp": distributed_data_parallel,
     "fsdp2": fully_sharded,
@@ -90,6 +105,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "fsdp2 checkpoint": lambda: fully_sharded(recompute=True),
     "fsdp2 bfloat16": lambda: fully_sharded(half=True),
     "fsdp2 frozen": lambda: fully_sharded(frozen=True),
+    "tensor parallel": tensor_parallel,
 }
 
 

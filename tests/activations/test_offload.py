@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,29 @@ def test_views_of_one_storage_keep_their_own_shape_and_place(everything):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_parts_that_count_their_changes_apart_leave_once(store, cell):
+    """The gates of a cell are `unsafe_chunk`s of one storage, computed in place one by one."""
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module, inputs = cell(32, 64), torch.randn(6, 64, 32)
+        state: Any = None
+        for x in inputs:
+            state = module(x, state)
+        (state[0] if cell is nn.LSTMCell else state).square().sum().backward()
+        return [parameter.grad for parameter in module.parameters()]
+
+    expected = gradients()
+    offload = penstock.offload(store, policy="all", min_bytes="48KiB")  # the gates alone
+    with offload:
+        assert all(map(torch.equal, gradients(), expected))
+    report = offload.report()
+    assert 0 < report.offloaded_bytes <= 6 * 64 * 4 * 64 * 4
+    assert report.bytes_read <= report.offloaded_bytes <= report.saved_bytes
+    offload.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_conjugated_and_negated_views(everything, dtype):
     torch.manual_seed(0)
@@ -176,13 +200,16 @@ def test_a_storage_that_was_saved_in_two_ways_counts_once_while_it_is_in_use(eve
     x = leaf * 1
     other = x.data  # the same storage, with a version counter of its own
     with everything:
-        once, twice = leaf * other, [x.sin(), x.cos()]
-        wait_until(lambda: everything.ledger.resident(Tier.FILE) == 2 * 64 * 64 * 4)
+        twice = [x.sin(), x.cos()]
+        wait_until(lambda: everything.ledger.resident(Tier.FILE) == 64 * 64 * 4)
+        once = leaf * other  # whose bytes have left, so they are moved again
+        last = once.exp()
+        wait_until(lambda: everything.ledger.resident(Tier.FILE) == 3 * 64 * 64 * 4)
         in_use = [twice[0].grad_fn._saved_self, once.grad_fn._saved_other]
         in_use.append(twice[1].grad_fn._saved_self)
         everything._engine.settle()
         assert everything.ledger.resident(Tier.DEVICE) == 64 * 64 * 4
-        del in_use, twice, once, x, other
+        del in_use, twice, once, last, x, other
     everything._engine.settle()
     wait_until(lambda: everything.ledger.resident(Tier.FILE) == 0)
     everything._engine.settle()
@@ -346,11 +373,12 @@ def test_zero_sized_scalar_and_integer_tensors(everything):
 
 
 def test_sparse_tensor_stays(everything):
-    matrix = torch.eye(8).to_sparse().requires_grad_()
+    matrix = torch.eye(8).to_sparse()
     dense = torch.randn(8, 8, requires_grad=True)
     with everything:
         gradient = torch.autograd.grad(torch.sparse.mm(matrix, dense * 1.0).sum(), dense)[0]
     assert torch.equal(gradient, torch.ones(8, 8))
+    assert everything.report().reason.endswith("these kinds of tensors stay: torch.sparse_coo")
 
 
 def test_tensor_subclass_stays_itself(everything):
@@ -364,6 +392,19 @@ def test_tensor_subclass_stays_itself(everything):
         out.sum().backward()
     assert torch.equal(x.grad, tagged.as_subclass(torch.Tensor))
     assert everything.report().saved_bytes <= 4  # the tagged one is not ours to count
+    assert "stay: Tagged" in everything.report().reason
+
+
+def test_parameters_of_a_subclass_are_not_said_to_stay(everything):
+    class Tagged(torch.Tensor):
+        pass
+
+    weight = torch.randn(8, 8).as_subclass(Tagged).requires_grad_()
+    x = torch.randn(8, 8, requires_grad=True)
+    with everything:
+        (weight.as_subclass(torch.Tensor) * (x * 1.0)).sum().backward()
+        (weight * 2.0).sum().backward()
+    assert "stay:" not in everything.report().reason
 
 
 def test_small_storages_stay(store):

@@ -104,7 +104,7 @@ class Engine:
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         self._collect()
-        self._queue_deferred()
+        self._queue_deferred(storage._cdata)
         record = self._records.find(storage, tensor)
         leaves = False
         if record is None:
@@ -121,7 +121,7 @@ class Engine:
             record.leaves = leaves
             if leaves:
                 self.steps.leaving_bytes += num_bytes
-            if offloadable and not tensor.requires_grad:
+            if offloadable and self._deferred.concern(tensor, num_bytes):
                 self._deferred.add(record)
             elif leaves:
                 self._writes.put(record)
@@ -133,9 +133,9 @@ class Engine:
         if self.steps.begin_if_due(in_backward=in_backward, num_live=len(self._records)):
             deferred_signals.renew()
 
-    def _queue_deferred(self) -> None:
-        """Queue the writes that were deferred and are due."""
-        for record in self._deferred.take_due():
+    def _queue_deferred(self, key: int | None = None) -> None:
+        """Queue the writes that were deferred and are due, but for the storage `key`."""
+        for record in self._deferred.take_due(key):
             if record.route is not None and record.ready is not None:
                 record.ready = record.route.mark_again(record.ready)
             if record.leaves and record.is_kept() and not self._writes.error:

@@ -21,6 +21,7 @@ from penstock.activations._chunks import Chunk, SmallHandle
 from penstock.activations._engine import Engine
 from penstock.activations._record import Record, SavedHandle, changed_in_place
 from penstock.activations._routes import Route
+from penstock.activations._shards import ShardHandle, ShardSaves, is_shard
 from penstock.codegen import load_optional_library
 from penstock.compat.dispatch import (
     TensorBase,
@@ -29,6 +30,7 @@ from penstock.compat.dispatch import (
     is_functorch_wrapped_tensor,
 )
 from penstock.compat.dynamo import skip_frames
+from penstock.compat.fake_tensors import FakeTensor
 
 _MIN_SWEEP = 256  # storages
 _ALIGNMENT = 16  # the widest element; a storage at an odder address stays
@@ -81,8 +83,7 @@ class ModuleStorages:
 
         A leaf that requires a gradient is a parameter, with or without a module around it.
         """
-        base = tensor._base
-        if _is_parameter(tensor) or (base is not None and _is_parameter(base)):
+        if _is_parameter(tensor) or _is_view_of_parameter(tensor):
             self.remember(tensor)
             return True
         return self._is_known(storage)
@@ -134,6 +135,8 @@ class Hooks:
 
     def __init__(self, engine: Engine, modules: ModuleStorages, routes: dict[str, Route]) -> None:
         self.device = "none"
+        self._kinds: dict[tuple[type, int], str] = {}  # as `_PLAIN_KINDS`: names of what stays
+        self._shards = ShardSaves()
         self._engine = engine
         self._modules = modules
         self._routes = routes
@@ -160,11 +163,16 @@ class Hooks:
             )
         self._hooks = hooks
 
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of tensors that were saved and stay, whatever their size, and are not counted."""
+        return sorted({name for name in self._kinds.copy().values() if name})
+
     def context(self) -> saved_tensors_hooks:
         """Return a context manager that installs the hooks in the current thread."""
         return saved_tensors_hooks(*self._hooks)
 
-    def pack(self, tensor: torch.Tensor) -> SavedHandle | Resident | SmallHandle:
+    def pack(self, tensor: torch.Tensor) -> SavedHandle | Resident | SmallHandle | ShardHandle:
         """Return the handle that autograd keeps in place of `tensor`.
 
         Called thousands of times a step for what stays anyway (parameters, small tensors without a
@@ -182,8 +190,10 @@ class Hooks:
         plain = _PLAIN_KINDS.get(kind)
         if plain is None:
             plain = _PLAIN_KINDS[kind] = _has_plain_storage(tensor)
-        if not plain or self._engine.disowned:
+        if self._engine.disowned:
             return keep(tensor)
+        if not plain:
+            return self._pack_other(tensor, kind)
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         if (
@@ -205,6 +215,15 @@ class Hooks:
             self.device = tensor.device.type
         return self._engine.save(tensor, route, offloadable=offloadable)
 
+    def _pack_other(self, tensor: torch.Tensor, kind: tuple[type, int]) -> Resident | ShardHandle:
+        """Return a handle for what has no plain storage."""
+        if not _is_parameter(tensor) and not _is_view_of_parameter(tensor):
+            if is_shard(tensor):
+                return self._shards.save(tensor, self.pack)
+            if kind not in self._kinds:
+                self._kinds[kind] = _name_kind(tensor)
+        return keep(tensor)
+
     def _keep_small(self, tensor: torch.Tensor) -> Resident | None:
         """Return a handle for a tensor that is too small to leave; None for others.
 
@@ -224,7 +243,7 @@ class Hooks:
             return alias, version, None
         return alias, version, self._note_small(tensor, storage._cdata, num_bytes)
 
-    def unpack(self, handle: SavedHandle | Resident | SmallHandle) -> torch.Tensor:
+    def unpack(self, handle: SavedHandle | Resident | SmallHandle | ShardHandle) -> torch.Tensor:
         """Return the tensor that `handle` stands for."""
         if type(handle) is tuple:
             tensor, version, chunk = handle
@@ -235,12 +254,18 @@ class Hooks:
             return tensor
         if isinstance(handle, SmallHandle):
             return self._restore_small(handle)
+        if isinstance(handle, ShardHandle):
+            return handle.restore(self.unpack)
         assert isinstance(handle, SavedHandle)
         return self._engine.restore(handle)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
+
+
+def _is_view_of_parameter(tensor: torch.Tensor) -> bool:
+    return tensor._base is not None and _is_parameter(tensor._base)
 
 
 def keep(tensor: torch.Tensor) -> Resident:
@@ -286,6 +311,19 @@ def _has_plain_storage(tensor: torch.Tensor) -> bool:
         and not tensor._is_zerotensor()
         and tensor.device.type != "meta"
     )
+
+
+def _name_kind(tensor: torch.Tensor) -> str:
+    """Return the name of a kind that has no plain storage; "" where it is no data of a program."""
+    if isinstance(tensor, FakeTensor) or is_functional_tensor(tensor) or tensor.is_meta:
+        return ""
+    if is_functorch_wrapped_tensor(tensor):
+        return "those of torch.func"
+    if type(tensor) not in _PLAIN:
+        return type(tensor).__name__
+    if tensor.is_quantized or tensor.is_nested:
+        return "quantized" if tensor.is_quantized else "nested"
+    return str(tensor.layout) if tensor.layout is not torch.strided else ""
 
 
 def _is_window_on_input(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

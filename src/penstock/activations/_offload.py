@@ -71,7 +71,8 @@ class OffloadReport(Report, title="penstock.offload"):
     policy: str
     """"all" or "auto"."""
     reason: str
-    """Why the policy chose what it chose; or why offloading stopped."""
+    """Why the policy chose what it chose, or why offloading stopped; and what kinds of saved
+    tensors, such as sparse ones, stay whatever their size, and are in no number here."""
     device: str
     """Device type of the tensors that were offloaded: "cpu", "cuda", or "none"."""
     store: str | None
@@ -231,7 +232,10 @@ class Offload(Uncopied):
         """Return what was saved, moved and waited for until now; inside and after the block."""
         self._engine.settle()
         totals, ledger, file = dataclasses.asdict(self._engine.totals), self.ledger, self._file
-        policy, error = self._engine.policy, self._engine.error
+        policy, error, kinds = self._engine.policy, self._engine.error, self._hooks.kinds
+        reason = policy.reason if error is None else f"offloading stopped: {error}"
+        if kinds:
+            reason += f"; uncounted, these kinds of tensors stay: {', '.join(kinds)}"
         return OffloadReport(
             num_kept=totals["num_saved"] - totals.pop("num_offloaded"),
             **totals,
@@ -240,7 +244,7 @@ class Offload(Uncopied):
             peak_file_bytes=ledger.peak(Tier.FILE),
             stall_seconds=ledger.stall_seconds,
             policy=policy.name,
-            reason=policy.reason if error is None else f"offloading stopped: {error}",
+            reason=reason,
             device=self._hooks.device,
             store=None if self._store is None else str(self._store.path),
             direct_io=None if file is None else file.direct,
@@ -283,7 +287,8 @@ def offload(
         store: A directory on a fast local disk, or a `penstock.memory.FileStore` with limits. One
             file without a name is created in it; it vanishes with the process.
         device_memory: Budget in bytes ("8GiB") for saved tensors on the device; saving waits
-            rather than exceed it. Exceeded by at most the largest single saved storage.
+            rather than exceed it. Exceeded only by what cannot leave: a storage that is being
+            saved, what the program itself holds, what one operator needs at once.
         host_memory: Budget in bytes for host memory that Penstock may hold.
         min_bytes: Smaller storages stay where they are, unless `device_memory` needs their room:
             then they leave too, the smallest packed together.

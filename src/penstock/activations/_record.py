@@ -62,8 +62,8 @@ class Record:
     key: int = dataclasses.field(init=False)
     origin: weakref.ref[torch.UntypedStorage] = dataclasses.field(init=False)
     weak: weakref.ref[torch.UntypedStorage] = dataclasses.field(init=False)  # as it is now
-    version: int = dataclasses.field(init=False)
-    probe: torch.Tensor = dataclasses.field(init=False)
+    # A probe of each version counter of its tensors, and the version whose bytes it holds.
+    versions: list[tuple[torch.Tensor, int]] = dataclasses.field(init=False)
     shift: int = 0
     copy: Any = None
     ready: Any = None  # what the route must wait for before it may read the source
@@ -93,12 +93,26 @@ class Record:
         self.device = tensor.device
         self.key = self.storage._cdata
         self.origin = self.weak = weakref.ref(self.storage)
-        self.version = tensor._version
-        self.probe = version_probe(tensor)
+        self.versions = [(version_probe(tensor), tensor._version)]
 
     def describes(self, tensor: torch.Tensor) -> bool:
-        """Return whether the record's bytes are still what `tensor`, a view of them, shows."""
-        return self.version == tensor._version and shares_version_counter(self.probe, tensor)
+        """Return whether the record's bytes are what `tensor`, a view of them, shows."""
+        return any(
+            version == tensor._version and shares_version_counter(probe, tensor)
+            for probe, version in self.versions
+        )
+
+    def take(self, tensor: torch.Tensor) -> bool:
+        """Take a part of the storage with a counter of its own, if no transfer has read the bytes.
+
+        So are the gates of `LSTMCell`: computed in place, one after the other.
+        """
+        if self.storage is None or self.copy is not None or self.started:
+            return False
+        if any(shares_version_counter(probe, tensor) for probe, _ in self.versions):
+            return False  # changed in place since
+        self.versions.append((version_probe(tensor), tensor._version))
+        return True
 
     def is_kept(self) -> bool:
         """Return whether it is in memory only, may leave, and no backward pass has asked for it."""
@@ -165,11 +179,11 @@ class RecordTable:
         return iter(self._by_number.values())
 
     def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Record | None:
-        """Return the record that holds what `tensor`, a view of `storage`, shows now."""
+        """Return the record that holds, or takes, what `tensor`, a view of `storage`, shows now."""
         record = self._by_storage.get(storage._cdata)
         if record is None or record.origin() is not storage:
             return None
-        return record if record.describes(tensor) else None
+        return record if record.describes(tensor) or record.take(tensor) else None
 
     def add(self, record: Record) -> bool:
         """Add the newest record; False if its storage had one already, of another version."""
@@ -194,17 +208,24 @@ class RecordTable:
 
 
 class DeferredSaves:
-    """Records whose operator may not have run yet, by the thread that runs it.
+    """Records whose bytes may not be there yet, by the thread that computes them.
 
     Operators save their inputs before they run, and a few (`rrelu`'s noise) fill one of them while
     they run without raising its version: its bytes are there only afterwards. What has a history of
     its own was computed by an operator that has run. Anything else waits for the same thread to
     record another operator: autograd numbers them, and one has run before the next one is recorded.
+    Parts that count their changes apart wait until something of another storage is saved.
     """
 
     def __init__(self) -> None:
         self._records: dict[int, list[Record]] = {}
         self._operators: dict[int, int] = {}  # that their thread was recording
+
+    @staticmethod
+    def concern(tensor: torch.Tensor, num_bytes: int) -> bool:
+        """Return whether the storage of a tensor, of `num_bytes`, may be written to yet."""
+        is_part = not tensor._is_view() and tensor.nbytes < num_bytes  # of `unsafe_chunk`
+        return is_part or not tensor.requires_grad
 
     def add(self, record: Record) -> None:
         """Defer what this thread is saving."""
@@ -213,15 +234,20 @@ class DeferredSaves:
         self._operators[thread] = next_sequence_number()
         self._records.setdefault(thread, []).append(record)
 
-    def take_due(self) -> Iterator[Record]:
-        """Take out the records that this thread's earlier operators have filled."""
+    def take_due(self, key: int | None = None) -> Iterator[Record]:
+        """Take out what this thread's earlier operators have filled, but for the storage `key`."""
         if not self._records:
             return
         thread = threading.get_ident()
         if thread in self._records and self._operators[thread] != next_sequence_number():
-            for record in self._records.pop(thread):
-                record.filled = True
-                yield record
+            records = self._records.pop(thread)
+            waiting = [record for record in records if record.key == key]
+            if waiting:
+                self._records[thread] = waiting
+            for record in records:
+                if record.key != key:
+                    record.filled = True
+                    yield record
 
 
 class HandleWatch(weakref.ref[Any]):
