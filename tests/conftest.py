@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 
 import fork_servers
+import quick_logs
 import rewritten_tests
 
 if TYPE_CHECKING:
@@ -369,6 +370,7 @@ def pytest_configure(config: pytest.Config) -> None:
     seconds.
     """
     gc.disable()
+    quick_logs.quicken()
     if (worker := getattr(config, "workerinput", None)) is not None:
         sys.executable = worker["python"]
     num_workers = getattr(config.option, "numprocesses", None) or 0
