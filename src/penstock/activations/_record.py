@@ -14,7 +14,7 @@ import enum
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -201,7 +201,11 @@ class RecordTable:
 
     def older_than(self, record: Record, at_most: int) -> Iterator[Record]:
         """Yield what was saved before `record`, the newest first, `at_most` numbers back."""
-        for number in range(record.number - 1, record.number - 1 - at_most, -1):
+        numbers: Sequence[int] = range(record.number - 1, record.number - 1 - at_most, -1)
+        if len(self._by_number) < at_most:  # most numbers have no record any more
+            living = sorted(self._by_number, reverse=True)
+            numbers = [number for number in living if number in numbers]
+        for number in numbers:
             older = self._by_number.get(number)
             if older is not None:
                 yield older

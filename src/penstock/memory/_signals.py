@@ -19,6 +19,9 @@ import signal
 import sys
 import threading
 import time
+
+# That of `signal` itself looks for what it returns in an enumeration, for ten times as long.
+from _signal import getsignal  # pyright: ignore[reportMissingImports]
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -66,7 +69,9 @@ class DeferredSignals:
         if threading.get_ident() != self._main:
             return
         for number in _NUMBERS:
-            handler = signal.getsignal(number)
+            handler = getsignal(number)
+            if type(handler) is int:  # SIG_DFL or SIG_IGN, as of nearly all
+                continue
             if self._users:
                 if callable(handler) and not isinstance(handler, _Wrapped):
                     signal.signal(number, _Wrapped(handler))
