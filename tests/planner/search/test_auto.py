@@ -221,6 +221,26 @@ def test_too_small_a_budget_names_the_operator_and_what_it_needs():
     check(graph, planned(graph, seconds, enough))
 
 
+def test_what_would_do_needs_no_more_of_the_tier_below():
+    graph = chain_step(4, weight_bytes=4096, activation_bytes=8192)
+    seconds = [1.0] * len(graph.operators)
+    with pytest.raises(InfeasibleError) as raised:
+        planned(graph, seconds, min_working_set(graph) - 1, host_bytes=4096, recompute=False)
+    enough = raised.value.sufficient_device_bytes
+    assert enough is not None
+    check(graph, planned(graph, seconds, enough, host_bytes=4096, recompute=False))
+
+
+@pytest.mark.parametrize("device_bytes", [None, 3 * 4096])
+def test_a_result_that_the_last_operator_reads_stays(device_bytes):
+    build = GraphBuilder()
+    result, other = build.storage(4096), build.storage(4096)
+    build.run(creates=(result,))
+    build.run(reads=(result,), creates=(other,), may_overwrite=((result, other),))
+    graph = build.graph(result)
+    check(graph, planned(graph, [1.0, 1.0], device_bytes))
+
+
 def test_a_budget_that_ends_between_two_multiples_of_the_alignment_is_used_whole():
     """The step of an optimizer on one small and two large tensors needs all that there is."""
     build = GraphBuilder()

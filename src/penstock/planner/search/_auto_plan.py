@@ -315,8 +315,10 @@ def _explain_small_tier(choice: EvictionChoice, given: int, tier: Tier) -> Infea
 def _sufficient_capacity(sequence: OperatorSequence, arena: Arena) -> int:
     """Return the least capacity for which a plan was found, from that of the arena on."""
     choice = ResidencySearch(sequence, arena).quick()
-    if choice is None:
-        return arena.capacity
+    if choice is None:  # what leaves has no room below: everything stays
+        arena = Arena(int(sequence.base.max(initial=0)), None)
+        choice = ResidencySearch(sequence, arena).quick()
+        assert choice is not None, "all that is live fits"
     try:
         find_offsets(choice, arena, deadline=time.monotonic(), seed=0)
     except InfeasibleError as error:

@@ -255,4 +255,6 @@ def _reuses(graph: StepGraph, index: int) -> list[tuple[int, int]]:
         for read, created in operator.may_overwrite
         if not graph.storages[graph.storage_of_value[created]].persistent
         and graph.storages[graph.storage_of_value[read]].kind != Kind.INPUT
+        # A result of the step stays, also where the last operator is the last to read it.
+        and graph.storages[graph.storage_of_value[read]].final != read
     ]
