@@ -82,6 +82,14 @@ def test_the_search_gains():
     assert found.notes["num_evaluations"] > _genetic.POPULATION
 
 
+@pytest.mark.usefixtures("short_search")
+def test_the_order_of_the_program_is_kept_where_it_is_asked_for():
+    graph = graph_cases.random_graph(random.Random(1), 9)
+    device_bytes = int(peak_of_program_order(graph) * 0.8)
+    orders = [plan(graph, device_bytes=device_bytes, reorder=each).order for each in (True, False)]
+    assert orders[0] != orders[1] == tuple(range(len(graph.operators)))
+
+
 def test_too_little_memory_is_said():
     graph = graph_cases.chain_step(3, weight_bytes=UNIT, activation_bytes=2 * UNIT)
     with pytest.raises(InfeasibleError, match="size classes"):

@@ -97,6 +97,12 @@ class _Search:
             elapsed = time.monotonic() - self.began
             self.request.progress(Found(elapsed, best, self.request.compute_seconds))
 
+    def mutate(self, order: tuple[int, ...], probability: float) -> tuple[int, ...]:
+        """Return a mutant of an order; the order itself where it has to stay the program's."""
+        if not self.request.reorder:
+            return order
+        return self.schedules.mutate(order, probability, self.random)
+
     def evaluate(
         self, order: tuple[int, ...], classes: Sequence[int], wanted: dict[int, int]
     ) -> Candidate | None:
@@ -170,7 +176,7 @@ def _first_population(search: _Search) -> Iterator[Candidate | None]:
             classes = geometric_classes(sizes, RATIOS[number])
         else:
             probability = 1.0 if number % 4 == 0 else 0.01 * rng.random()
-            order = search.schedules.mutate(order, probability, rng)
+            order = search.mutate(order, probability)
             classes = random_classes(sizes, rng)
         wanted: dict[int, int] = {}
         for index, name in enumerate(classes):
@@ -207,7 +213,7 @@ def _breed(search: _Search, parents: Sequence[Candidate]) -> Candidate | None:
     order = search.schedules.cross(first.order, second.order, rng)
     classes, wanted = cross_allocations(first.allocation, second.allocation, rng)
     if rng.random() < MUTATION:
-        order = search.schedules.mutate(order, MUTATION * rng.random() ** 3, rng)
+        order = search.mutate(order, MUTATION * rng.random() ** 3)
     if rng.random() < MUTATION:
         classes, wanted = mutate_allocation(classes, wanted, MUTATION, rng)
     return search.evaluate(order, classes, wanted)
