@@ -91,6 +91,15 @@ def test_a_refined_plan_predicts_what_is_measured(true_graph, share):
     assert error < abs(found.step_seconds - measured.step_seconds) / 2
 
 
+def test_decisions_that_were_frozen_stay_so(graph):
+    frozen = {"reorder": False, "recompute": False}
+    found = plan(graph, machine="h200", time_limit=0.3, **frozen)
+    _, report = run(found, graph, num_steps=2)
+    refined = refine(found, report, graph, time_limit=0.3)
+    assert (refined.bound.reorder, refined.bound.recompute) == (False, False)
+    assert refined.order == found.order == tuple(range(len(graph.operators)))
+
+
 def test_phases_are_the_parts_of_a_step(graph):
     """Two steps, of which the second is timed: medians over more would be of several steps."""
     _, report = run(plan(graph, machine="h200", time_limit=0.5), graph, num_steps=2)

@@ -64,7 +64,13 @@ def assemble(
 def compute_bound(request: PlanRequest) -> Bound:
     """Return the weakest lower bound of a request: the time to compute."""
     seconds = request.compute_seconds
-    return Bound(seconds=seconds, binding="compute", seconds_of={"compute": seconds})
+    return Bound(
+        seconds=seconds,
+        binding="compute",
+        seconds_of={"compute": seconds},
+        reorder=request.reorder,
+        recompute=request.recompute,
+    )
 
 
 def _rest_below(

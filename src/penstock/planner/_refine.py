@@ -24,7 +24,7 @@ def refine(
     time_limit: float = 60,
     progress: Callable[[Found], None] | None = None,
 ) -> Plan:
-    """Plan again for the same budgets, with the times that were measured.
+    """Plan again for the same budgets and free decisions, with the times that were measured.
 
     Operators take as long as they did beside the transfers, and links are as fast as they were
     beside the operators, so the new plan's predictions are nearer to the real times.
@@ -59,6 +59,9 @@ def refine(
         graph=_with_seconds(graph, parts, seconds),
         budget=plan.budget,
         machine=_with_links(plan.machine, report),
+        reorder=plan.bound.reorder,
+        recompute=plan.bound.recompute,
+        split_products=plan.splits_products,
         seed=plan.seed,
         progress=progress,
     )
