@@ -308,6 +308,19 @@ def test_a_budget_below_the_working_set_is_refused():
     assert raised.value.operator == "op1"
 
 
+@pytest.mark.parametrize(("device_bytes", "proved"), [(2049 + 1024 - 1, True), (3073, False)])
+def test_only_what_no_alignment_fits_is_proved_not_to_fit(device_bytes, proved):
+    build = GraphBuilder()
+    operand, result = build.storage(2049, Kind.INPUT, given=True), build.storage(1024)
+    build.run(reads=(operand,), creates=(result,))
+    budget = Budget(device_bytes=device_bytes, host_bytes=HOST)
+    asked = request(build.graph(result), budget=budget, seconds=[1.0])
+    with pytest.raises(InfeasibleError, match="multiples of") as raised:
+        exact(asked)
+    assert raised.value.proved is proved
+    assert raised.value.minimum_device_bytes == 2049 + 1024
+
+
 def test_what_is_written_over_later_is_not_given_away_before():
     build = GraphBuilder()
     given = build.storage(5, Kind.INPUT, given=True)

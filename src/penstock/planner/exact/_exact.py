@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import InfeasibleError
-from penstock.graph import StepGraph
+from penstock.graph import StepGraph, alignment_bytes
 from penstock.memory import Link
 from penstock.planner._assemble import assemble
 from penstock.planner._live_ranges import ResidentInterval, live_ranges
@@ -25,7 +25,7 @@ from penstock.planner.exact._addresses import (
     place,
 )
 from penstock.planner.exact._groups import OperatorGroups, group_operators
-from penstock.planner.exact._peak import find_reuses, min_peak, min_working_set
+from penstock.planner.exact._peak import find_reuses, min_peak
 from penstock.planner.exact._traffic_search import Packed, TrafficSearch
 
 _DEFAULT_SECONDS = 60.0  # where the request has no deadline
@@ -84,7 +84,7 @@ def exact(request: PlanRequest) -> Plan:
         raise InfeasibleError(
             f"no plan for {device_bytes} bytes "
             + ("runs nothing twice" if best.proved else f"was found in {time_limit:.3g} seconds"),
-            minimum_device_bytes=min_working_set(graph),
+            minimum_device_bytes=working_set(graph).num_bytes,
         )
     least = best.packed.traffic if best.proved else best.least
     return _plan(request, best.packed, least, best.proved)
@@ -163,14 +163,21 @@ def require_kept_storages(graph: StepGraph) -> None:
 
 
 def _require_working_set(graph: StepGraph, device_bytes: int) -> None:
-    least = working_set(aligned_graph(graph))
-    if least.num_bytes > device_bytes:
-        raise InfeasibleError(
-            f"{least.operator!r} alone needs {least.num_bytes} bytes; the budget is {device_bytes}",
-            minimum_device_bytes=least.num_bytes,
-            operator=least.operator,
-            proved=True,
-        )
+    """Refuse a budget below the largest operator's storages, in multiples of the alignment."""
+    aligned = working_set(aligned_graph(graph))
+    if aligned.num_bytes <= device_bytes:
+        return
+    least = working_set(graph)
+    proved = device_bytes < least.num_bytes
+    rest = "" if proved else ", and other methods in smaller multiples: use method='auto'"
+    raise InfeasibleError(
+        f"{aligned.operator!r} alone needs {aligned.num_bytes} bytes; the budget is "
+        f"{device_bytes}. The exact method counts in multiples of {alignment_bytes(graph)} "
+        f"bytes{rest}",
+        minimum_device_bytes=least.num_bytes,
+        operator=aligned.operator,
+        proved=proved,
+    )
 
 
 def _keep_resident(
