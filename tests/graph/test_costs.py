@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from _zoo import CASES
-from penstock.graph import capture, measure, operator_seconds, with_workspace
+from penstock.graph import StepGraph, capture, measure, operator_seconds, with_workspace
 from penstock.memory import machine
 
 
@@ -169,6 +169,9 @@ def test_convolutions_of_gpus_are_declared_to_need_less():
     assert largest[0] > 2 * images.numel() * 4
     assert largest[1] == 256 * 2**20 + images.numel() * 4  # and its result, which is copied
     assert with_workspace(graph, "cpu") is graph
+    loaded = StepGraph.from_dict(there.to_dict())
+    assert with_workspace(loaded, "cuda") is loaded
+    assert with_workspace(loaded, "cpu").operators == graph.operators
     for ours, theirs in zip(graph.operators, there.operators, strict=True):
         assert dataclasses.replace(theirs, workspace_bytes=ours.workspace_bytes) == ours
         if "convolution" not in ours.target:

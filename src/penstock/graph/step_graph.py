@@ -241,7 +241,7 @@ class StepGraph:
             kind SCALAR).
         guards: Comparisons of those numbers that the program made, and their outcomes: with
             numbers that compare otherwise it would be another graph.
-        metadata: Its origin (model, optimizer, versions): strings and numbers.
+        metadata: Its origin (model, optimizer, versions), device of workspace: strings and numbers.
         captured: The record of its capture in this process; not saved.
 
     Raises:

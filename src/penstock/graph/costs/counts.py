@@ -34,6 +34,7 @@ class OperatorCounts(NamedTuple):
     workspace_bytes: int = 0
 
 
+_WORKSPACE_DEVICE = "workspace_device"  # in metadata: the device whose workspace is declared
 _NO_ARITHMETIC = {
     *("clone", "copy_", "_to_copy", "cat", "stack", "fill_", "zero_", "arange", "where"),
     *("embedding", "index", "index_select", "gather", "select_backward", "slice_backward"),
@@ -198,12 +199,14 @@ def with_workspace(graph: StepGraph, device: str) -> StepGraph:
         device: `"cpu"` or `"cuda"`: the device that the step is to run on.
 
     Returns:
-        The step; `graph` itself where it declares this already.
+        The step; `graph` itself where it declares this already, as one that this function returned.
     """
-    operators = tuple(_declare(operator, graph.device, device) for operator in graph.operators)
+    declared = graph.metadata.get(_WORKSPACE_DEVICE, graph.device)
+    operators = tuple(_declare(operator, declared, device) for operator in graph.operators)
     if operators == graph.operators:
         return graph
-    return dataclasses.replace(graph, operators=operators)
+    metadata = {**graph.metadata, _WORKSPACE_DEVICE: device}
+    return dataclasses.replace(graph, operators=operators, metadata=metadata)
 
 
 def _declare(operator: Operator, old: str, new: str) -> Operator:
