@@ -7,6 +7,7 @@ everywhere and a wrong size is refused with the name of the argument that carrie
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 import re
 from fractions import Fraction
@@ -86,6 +87,29 @@ def parse_count(value: object, *, name: str = "value", least: int = 0) -> int:
     if count < least:
         raise ValueError(f"{name} is {value}, but must be at least {least}")
     return count
+
+
+def parse_seconds(value: object, *, name: str = "value", may_be_zero: bool = False) -> float:
+    """Turn a time limit into a float, whatever type of numbers it has.
+
+    Example:
+        >>> parse_seconds(3, name="time_limit")
+        3.0
+
+    Args:
+        value: A number of seconds above 0.
+        name: The argument that carried the value, for the error message.
+        may_be_zero: Whether 0 is accepted, too.
+
+    Raises:
+        ValueError: `value` is something else.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        seconds = float(value)
+        if seconds > 0 or (may_be_zero and seconds == 0):
+            return seconds
+    least = "0 or above" if may_be_zero else "above 0"
+    raise ValueError(f"{name}={value!r}: must be a number of seconds, {least}")
 
 
 def parse_share(text: object) -> Fraction | None:

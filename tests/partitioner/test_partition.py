@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,10 +237,23 @@ def test_no_mesh_exchanges_less_than_the_bound(seed: int):
             assert bounds[devices] >= 0.5 * least
 
 
-@pytest.mark.parametrize("devices", [0, 1, 2.0, "2"])
-def test_numbers_of_devices_that_are_none_are_refused(devices: object):
-    with pytest.raises(ValueError, match="devices"):
-        partition(make_network(2, [2, 2]), devices=devices, machine=MACHINE)  # pyright: ignore
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"devices": 0}, ValueError),
+        ({"devices": 1}, ValueError),
+        ({"devices": 2.0}, TypeError),
+        ({"devices": "2"}, TypeError),
+        ({"time_limit": "3"}, ValueError),
+        ({"time_limit": 0}, ValueError),
+        ({"seed": "a"}, TypeError),
+        ({"graph": "a"}, TypeError),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exception]):
+    given = {"graph": make_network(2, [2, 2]), "devices": 2, "machine": MACHINE, **options}
+    with pytest.raises(error, match=next(iter(options))):
+        partition(**given)
 
 
 def test_a_machine_may_be_given_by_its_name():

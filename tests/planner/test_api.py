@@ -97,6 +97,8 @@ def test_too_little_room_below_is_said():
         ({"time_limit": 0}, ValueError, "time_limit=0"),
         ({"time_limit": float("nan")}, ValueError, "time_limit"),
         ({"time_limit": True}, ValueError, "time_limit=True"),
+        ({"reorder": "no"}, TypeError, "reorder='no'"),
+        ({"recompute": None}, TypeError, "recompute=None"),
         ({"seed": -1}, ValueError, "seed is -1"),
         ({"seed": 1.5}, TypeError, "seed is 1.5"),
         ({"seed": "a"}, TypeError, "seed is 'a'"),
@@ -113,6 +115,13 @@ def test_too_little_room_below_is_said():
 def test_wrong_arguments_are_named(options, error, message):
     with pytest.raises(error, match=message):
         plan(timed_chain(2), **{"machine": "h200", **options})
+
+
+def test_numbers_may_be_those_of_numpy():
+    graph, limit = timed_chain(2), np.float32(0.5)
+    found = plan(graph, machine="h200", seed=np.int64(3), time_limit=limit)  # pyright: ignore
+    assert type(found.seed) is int and found.seed == 3
+    check(graph, found)
 
 
 @pytest.mark.parametrize("share", ["3/4", "75%"])

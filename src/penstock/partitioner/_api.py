@@ -22,7 +22,7 @@ from penstock.partitioner._search import FoundSplit, SplitSearch
 from penstock.partitioner._split import Model, StepSplit
 from penstock.partitioner._styles import METHODS
 from penstock.partitioner.axes import find_axes
-from penstock.units import format_bytes, parse_bytes, parse_count
+from penstock.units import format_bytes, parse_bytes, parse_count, parse_seconds
 
 _SEARCH_SHARE = 0.75  # of the time limit; the rest is for trials and the bound
 _NUM_TRIALS = 8  # of partitions that might fit
@@ -68,14 +68,19 @@ def partition(
 
     Raises:
         InfeasibleError: None was found that fits; it names the largest tensors that do not split.
-        ValueError: `devices` is no number of ranks, `time_limit` not above 0, or `method` none.
+        ValueError: `devices` or `seed` is too small, `time_limit` not above 0, or `method` none.
+        TypeError: `graph` is no step graph, or `devices` or `seed` no whole number.
 
     The search follows Wang, Huang and Li, EuroSys 2019, sections 4 and 5, with replication at a
     price in the place of none.
     """
+    if not isinstance(graph, StepGraph):
+        raise TypeError(
+            f"graph must be a StepGraph, from penstock.capture or StepGraph.load; got {graph!r}"
+        )
     devices = parse_count(devices, name="devices", least=2)
-    if not time_limit > 0:
-        raise ValueError(f"time_limit is {time_limit!r}; accepted are seconds above 0")
+    time_limit = parse_seconds(time_limit, name="time_limit")
+    seed = parse_count(seed, name="seed")
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; accepted are {', '.join(map(repr, METHODS))}")
     budget = None if device_memory is None else parse_bytes(device_memory, name="device_memory")

@@ -28,7 +28,13 @@ from penstock.planner import Found, Plan
 from penstock.planner import plan as plan_one
 from penstock.planner.paging import peak_of_program_order
 from penstock.tables import report_table
-from penstock.units import format_seconds, parse_bytes, parse_count, parse_share
+from penstock.units import (
+    format_seconds,
+    parse_bytes,
+    parse_count,
+    parse_seconds,
+    parse_share,
+)
 
 _SEARCH_SHARE = 0.2  # of the time limit, with the budget and without one each
 _LEAST_SHARE = 0.3  # of the time limit, for plans
@@ -169,7 +175,7 @@ def plan(
     if devices is None:
         return plan_one(graph, **options)
     devices = parse_count(devices, name="devices", least=2)
-    time_limit = options.get("time_limit", 60.0)
+    time_limit = parse_seconds(options.get("time_limit", 60.0), name="time_limit")
     ends = time.monotonic() + time_limit
     options = _parse_options(graph, options)
     budget, profile = options.get("device_memory"), options.get("machine")

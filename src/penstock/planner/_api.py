@@ -37,7 +37,7 @@ from penstock.planner.paging import (
     require_tiers,
 )
 from penstock.planner.search import interference_per_byte, load_engine, plan_auto
-from penstock.units import parse_bytes, parse_count, parse_share
+from penstock.units import parse_bytes, parse_count, parse_seconds, parse_share
 
 _logger = logging.getLogger(__name__)
 
@@ -115,7 +115,13 @@ def plan(
         PenstockError: The process may not take the memory that planning needs.
         ValueError, TypeError: An argument has a wrong value or type.
     """
-    _check_arguments(graph, method, time_limit, seed, progress)
+    _check_arguments(graph, method, progress)
+    time_limit = parse_seconds(time_limit, name="time_limit")
+    if time_limit == math.inf:
+        raise ValueError(f"time_limit={time_limit!r}: must end")
+    for name, flag in (("reorder", reorder), ("recompute", recompute)):
+        if flag not in (True, False):
+            raise TypeError(f"{name}={flag!r}: must be True or False")
     share = parse_share(device_memory)
     if share is not None:
         device_memory = int(peak_of_program_order(graph) * share)
@@ -128,10 +134,10 @@ def plan(
         graph=graph,
         budget=budget,
         machine=profile,
-        reorder=reorder,
-        recompute=recompute,
+        reorder=bool(reorder),
+        recompute=bool(recompute),
         split_products=split_products,
-        seed=seed,
+        seed=parse_count(seed, name="seed"),
         progress=progress,
     )
     found = plan_request(request.within(time_limit), method=method)
@@ -257,19 +263,13 @@ def _bound(request: PlanRequest) -> Bound:
         return compute_bound(request)
 
 
-def _check_arguments(
-    graph: StepGraph, method: str, time_limit: float, seed: int, progress: object
-) -> None:
+def _check_arguments(graph: StepGraph, method: str, progress: object) -> None:
     if not isinstance(graph, StepGraph):
         raise TypeError(
             f"graph must be a StepGraph, from penstock.capture or StepGraph.load; got {graph!r}"
         )
     if method not in METHODS:
         raise ValueError(f"method={method!r}: must be one of {', '.join(map(repr, METHODS))}")
-    is_number = isinstance(time_limit, int | float) and not isinstance(time_limit, bool)
-    if not (is_number and 0 < time_limit < math.inf):
-        raise ValueError(f"time_limit={time_limit!r}: must be a number of seconds above 0")
-    parse_count(seed, name="seed")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress={progress!r}: must be a function of a Found, or None")
 

@@ -253,13 +253,21 @@ def test_a_result_prints_and_becomes_json():
         (([(0, 0, 4)],), r"buffers\[0\]: lower=0, upper=0"),
         (([(0, 1, -4)],), "size=-4"),
         (([Buffer(0, 2, 4, offset=0), Buffer(1, 2, 4, offset=3)],), "collide: at time 1"),
-        (([(0, 1, 4)], -1), "capacity=-1"),
+        (([(0, 1, 4)], -1), "capacity is -1"),
         (([(0, 1, 4)], 8, -1), "time_limit=-1"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message: str):
     with pytest.raises(ValueError, match=message):
         pack(*arguments)
+
+
+@pytest.mark.parametrize("size", [4.5, "4"])
+def test_sizes_that_are_not_whole_are_named(size):
+    with pytest.raises(TypeError, match=r"buffers\[1\]: size is"):
+        pack([(0, 1, 2), (0, 1, size)])
+    with pytest.raises(TypeError, match="size is"):
+        Buffer(0, 1, size)
 
 
 def test_what_is_no_buffer_is_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -283,8 +284,18 @@ def test_wrong_arguments_are_named():
     graph = random_graph(0)
     with pytest.raises(ValueError, match="lacks the pools \\['B'\\]"):
         scratchpad(graph, {"A": 6})
-    with pytest.raises(ValueError, match="time_limit=-1"):
-        scratchpad(graph, POOLS, time_limit=-1)
+    for wrong in (-1, "3", math.nan):
+        with pytest.raises(ValueError, match=f"time_limit={wrong!r}"):
+            scratchpad(graph, POOLS, time_limit=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="seed is 'a'"):
+        scratchpad(graph, POOLS, seed="a")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"pools\['A'\] is 6.5"):
+        scratchpad(graph, {**POOLS, "A": 6.5})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"size is 1\.5"):
+        ScratchpadBuffer("A", 1.5, 1)  # pyright: ignore[reportArgumentType]
+    pools = {name: np.int64(size) for name, size in POOLS.items()}
+    found = scratchpad(graph, pools, seed=np.int64(3))  # pyright: ignore[reportArgumentType]
+    assert found.spill_cost == scratchpad(graph, POOLS, seed=3).spill_cost
 
 
 @pytest.mark.parametrize(

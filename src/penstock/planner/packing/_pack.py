@@ -13,6 +13,7 @@ from penstock.errors import InfeasibleError, PlanError
 from penstock.planner.packing._check import check_overlap
 from penstock.planner.packing._native import EngineAnswer, library, pack_fallback, pack_native
 from penstock.planner.packing._types import Buffer, BufferLike, Packing, as_buffers
+from penstock.units import parse_count, parse_seconds
 
 
 def pack(
@@ -47,10 +48,10 @@ def pack(
             exists or the time was up, and `minimum_device_bytes` is a capacity that suffices.
         TypeError, ValueError: A buffer, or another argument, has a wrong type or value.
     """
-    if capacity is not None and capacity < 0:
-        raise ValueError(f"capacity={capacity}: must be zero or more, or None for no limit")
-    if not time_limit >= 0:
-        raise ValueError(f"time_limit={time_limit}: must be a number of seconds, zero or more")
+    if capacity is not None:
+        capacity = parse_count(capacity, name="capacity")
+    time_limit = parse_seconds(time_limit, name="time_limit", may_be_zero=True)
+    seed = parse_count(seed, name="seed")
     start = time.perf_counter()
     given = as_buffers(buffers)
     _check_fixed(given)

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from penstock.tables import Report
+from penstock.units import parse_count
+
+_LEAST = -(1 << 63)  # of times, which may be negative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Buffer:
     to the same offset."""
 
     def __post_init__(self) -> None:
+        for name in ("lower", "upper", "size", "alignment", "offset"):
+            value = getattr(self, name)
+            if type(value) is not int and value is not None:  # most are ints
+                object.__setattr__(self, name, parse_count(value, name=name, least=_LEAST))
         if not self.lower < self.upper:
             raise ValueError(
                 f"lower={self.lower}, upper={self.upper}: a lifetime is half-open, [lower, upper), "
@@ -75,7 +82,7 @@ def as_buffers(buffers: Sequence[BufferLike]) -> list[Buffer]:
     """Return `buffers` as `Buffer`s.
 
     Raises:
-        TypeError: One is neither a `Buffer` nor three numbers.
+        TypeError: One is neither a `Buffer` nor three whole numbers.
         ValueError: One cannot be; the message begins with its index.
     """
     result = []
@@ -90,9 +97,9 @@ def as_buffers(buffers: Sequence[BufferLike]) -> list[Buffer]:
                 f"buffers[{index}]={buffer!r}: must be a Buffer or (lower, upper, size)"
             ) from None
         try:
-            result.append(Buffer(int(lower), int(upper), int(size)))
-        except ValueError as error:
-            raise ValueError(f"buffers[{index}]: {error}") from None
+            result.append(Buffer(lower, upper, size))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"buffers[{index}]: {error}") from None
     return result
 
 

@@ -23,6 +23,7 @@ from penstock.planner.scratchpad._residency import (
 )
 from penstock.planner.scratchpad._search import load_search, search_orders
 from penstock.planner.scratchpad._types import Residency, ScratchpadGraph, ScratchpadPlan
+from penstock.units import parse_count, parse_seconds
 
 _SEARCH_SHARE = 0.6  # of the time limit; the rest is for residency and addresses
 _MOST_CUTS = 200
@@ -67,10 +68,12 @@ def scratchpad(
     Raises:
         InfeasibleError: The buffers of one operator exceed a pool (`operator` is its name); or no
             addresses were found (`proved` is False).
-        ValueError: A buffer's pool is not in `pools`, or an argument is not what it must be.
+        ValueError, TypeError: A buffer's pool is not in `pools`, or an argument is not what it must
+            be.
     """
-    if not time_limit >= 0:
-        raise ValueError(f"time_limit={time_limit}: must be a number of seconds, zero or more")
+    time_limit = parse_seconds(time_limit, name="time_limit", may_be_zero=True)
+    seed = parse_count(seed, name="seed")
+    pools = {name: parse_count(size, name=f"pools[{name!r}]") for name, size in pools.items()}
     _check_pools(graph, pools)
     start = time.perf_counter()
     lower_bound = bound_all_orders(graph, pools)

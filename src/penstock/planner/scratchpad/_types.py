@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.tables import Report
+from penstock.units import parse_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,10 @@ class ScratchpadBuffer:
     spill_cost: int
     """Cost of each eviction with its return: `size` where a copy exists elsewhere, twice
     that where it has to be written first."""
+
+    def __post_init__(self) -> None:
+        for name in ("size", "spill_cost"):
+            object.__setattr__(self, name, parse_count(getattr(self, name), name=name))
 
 
 @dataclasses.dataclass(frozen=True)
