@@ -248,6 +248,7 @@ def test_no_mesh_exchanges_less_than_the_bound(seed: int):
         ({"time_limit": 0}, ValueError),
         ({"seed": "a"}, TypeError),
         ({"graph": "a"}, TypeError),
+        ({"graph": StepGraph(storages=(), storage_of_value=(), operators=())}, ValueError),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exception]):
@@ -284,6 +285,12 @@ def test_a_partition_is_plain_data(found: Partition):
         Partition.from_dict(found.to_dict(), graph=make_network(8, [8, 8]))
     with pytest.raises(GraphFileError, match="no partition"):
         Partition.from_dict({})
+
+
+def test_a_partition_that_ranks_cannot_run_says_so(found: Partition):
+    assert "not runnable" not in str(found)
+    other = dataclasses.replace(found, notes={**found.notes, "is_written": False})
+    assert "not runnable" in str(other)
 
 
 def test_a_partition_is_a_table(found: Partition):

@@ -78,6 +78,8 @@ def partition(
         raise TypeError(
             f"graph must be a StepGraph, from penstock.capture or StepGraph.load; got {graph!r}"
         )
+    if not graph.operators:
+        raise ValueError("graph has no operators: there is nothing to split")
     devices = parse_count(devices, name="devices", least=2)
     time_limit = parse_seconds(time_limit, name="time_limit")
     seed = parse_count(seed, name="seed")

@@ -138,6 +138,8 @@ class Partition(SavedRecord):
         if self.unknown:
             names = ", ".join(sorted(self.unknown))
             rows.append(("not split", f"{names}: not in the axis table"))
+        if not self.notes.get("is_written", True):
+            rows.append(("not runnable", "an operator cannot run as it is split: apply refuses it"))
         return report_table(rows, title="penstock.partition")
 
     def _encode(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import graph_cases
 from penstock.errors import InfeasibleError
-from penstock.planner import Budget, check
+from penstock.planner import Budget, check, min_working_set
 from penstock.planner._request import LinkRates
 from penstock.planner.genetic import _genetic
 from penstock.planner.genetic._genes import (
@@ -92,8 +92,12 @@ def test_the_order_of_the_program_is_kept_where_it_is_asked_for():
 
 def test_too_little_memory_is_said():
     graph = graph_cases.chain_step(3, weight_bytes=UNIT, activation_bytes=2 * UNIT)
-    with pytest.raises(InfeasibleError, match="size classes"):
-        plan(graph, device_bytes=4 * UNIT)
+    least = min_working_set(graph)
+    for device_bytes, proved in ((least - 1, True), (least, False)):
+        with pytest.raises(InfeasibleError, match="size classes") as raised:
+            plan(graph, device_bytes=device_bytes)
+        assert raised.value.proved is proved
+        assert raised.value.minimum_device_bytes == least
 
 
 @given(graph=graph_cases.step_graphs(min_operators=2, max_operators=9), seed=st.integers(0, 1000))

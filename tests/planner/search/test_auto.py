@@ -231,6 +231,11 @@ def test_what_would_do_needs_no_more_of_the_tier_below():
     check(graph, planned(graph, seconds, enough, host_bytes=4096, recompute=False))
 
 
+def test_a_step_without_operators_has_a_plan():
+    graph = GraphBuilder().graph()
+    check(graph, planned(graph, [], 1024))
+
+
 @pytest.mark.parametrize("device_bytes", [None, 3 * 4096])
 def test_a_result_that_the_last_operator_reads_stays(device_bytes):
     build = GraphBuilder()

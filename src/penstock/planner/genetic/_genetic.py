@@ -23,6 +23,7 @@ from penstock.graph import StepGraph
 from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Found
 from penstock.planner._request import LinkRates, PlanRequest
+from penstock.planner.bounds import working_set
 from penstock.planner.genetic._genes import (
     Schedules,
     SizeClasses,
@@ -146,10 +147,13 @@ def plan_genetic(request: PlanRequest) -> Plan:
     search = _Search(request, Evaluator(request.graph, request.operator_seconds, rates, capacity))
     search.run()
     if not search.population:
+        least, given = working_set(request.graph), request.budget.device_bytes
         raise InfeasibleError(
-            "method='genetic' found no size classes for "
-            f"device_memory={request.budget.device_bytes}: give more, or use method='auto'",
-            proved=False,
+            f"method='genetic' found no size classes for device_memory={given}: give more, or use "
+            "method='auto'",
+            minimum_device_bytes=least.num_bytes,
+            operator=least.operator,
+            proved=given is not None and given < least.num_bytes,
         )
     best = min(search.population, key=lambda candidate: candidate.step_seconds)
     classes, counts = best.allocation.class_of_size, best.allocation.num_objects

@@ -198,8 +198,10 @@ class OperatorSequence:
             an offset; 0 everywhere if all have one.
         """
         ends, num_positions = (intervals["start"], intervals["end"]), len(self.order)
-        fullest = occupied_bytes(*ends, intervals["bytes"], num_positions).argmax()
         missing = np.zeros(num_positions, np.int64)
+        if not num_positions:  # a step without operators
+            return missing
+        fullest = occupied_bytes(*ends, intervals["bytes"], num_positions).argmax()
         engine().assign_offsets(
             intervals,
             len(intervals),
