@@ -58,7 +58,7 @@ MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 MANY_OBJECTS = 20_000
 TESTS_TO_LOOK = 8  # for many objects, which takes a millisecond
 GC_THRESHOLDS = 50_000, 20, 50  # a twentieth of a test's time goes by at Python's 700, 10, 10
-SECONDS_TO_END = 5.0  # how long worker threads may take to notice that their owner is gone
+SECONDS_TO_END = 30.0  # how long worker threads may take to notice that their owner is gone
 
 
 def filesystem_type(path: Path) -> str:

@@ -24,7 +24,7 @@ def wait_until_nothing_is_resident(offload: penstock.activations.Offload) -> Non
     wait_until(lambda: not any(offload.ledger.resident(tier) for tier in Tier))
 
 
-def nothing_is_held(offload: penstock.activations.Offload, seconds: float = 5.0) -> bool:
+def nothing_is_held(offload: penstock.activations.Offload, seconds: float = 20.0) -> bool:
     """Return whether every record is gone, as soon as a thread has seen its handles die."""
     deadline = time.monotonic() + seconds
     while True:

@@ -190,7 +190,7 @@ def test_giving_up_lets_the_next_one_through():
             pool.acquire(2 * PAGE, timeout=0.1)
 
     impatient = in_thread(give_up)
-    wait_until(lambda: pool._waiting)
+    wait_until(lambda: pool._waiting or not impatient.is_alive())
     start = time.monotonic()
     pool.acquire(PAGE, timeout=60).release()
     assert time.monotonic() - start < 30
