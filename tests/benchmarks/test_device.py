@@ -84,16 +84,16 @@ def test_steps_fail_are_cut_off_or_miss_something_by_name(run_suite):
 def test_a_second_call_does_what_the_first_left(run_suite, tmp_path, elsewhere):
     count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
     steps = [
-        script("first", count, seconds=10),
+        script("first", count, seconds=20),
         script("long", count, seconds=1000),
         script("last", count),
     ]
     status, said = run_suite(*steps, minutes=0.5)
     left = "left to the next call"
     assert (status, list(said.values())) == (0, ["ok", left, left])
-    steps[1] = script("long", count, seconds=20)
+    steps[1] = script("long", count, seconds=50)
     again = {"out": "second", "after": "out"} if elsewhere else {}
-    status, said = run_suite(*steps, minutes=1.5, **again)
+    status, said = run_suite(*steps, minutes=3.0, **again)
     assert (status, list(said.values())) == (0, ["ok"] * 3)
     assert (tmp_path / "count").read_text() == "xxx"
 

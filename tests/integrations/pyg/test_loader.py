@@ -163,7 +163,7 @@ def test_an_abandoned_epoch_ends_its_thread_and_the_next_begins_anew(data):
         assert_fits(batch, data)
         break
     del batch
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(thread.name.startswith("penstock") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -277,6 +277,7 @@ def test_the_same_seed_gives_the_same_plan():
     assert first == second
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_an_interrupt_gives_the_best_plan_so_far():
     graph = chain_step(10, weight_bytes=4096, activation_bytes=8192)
     seconds = [1.0] * len(graph.operators)
