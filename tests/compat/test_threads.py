@@ -15,6 +15,11 @@ from penstock.compat.threads import Thread
 def test_join_waits_again_after_an_interrupt():
     is_waited_for, go_on, returned = threading.Event(), threading.Event(), []
 
+    class WaitedFor(Thread):
+        def join(self, timeout: float | None = None) -> None:
+            is_waited_for.set()
+            super().join(timeout)
+
     def call() -> None:
         assert is_waited_for.wait(60)
         interrupt()
@@ -22,10 +27,10 @@ def test_join_waits_again_after_an_interrupt():
         time.sleep(0.2)
         returned.append(True)
 
-    thread = Thread(target=call)
+    thread = WaitedFor(target=call)
     thread.start()
     with interrupts() as interrupt, pytest.raises(KeyboardInterrupt):
-        (is_waited_for.set(), thread.join())
+        thread.join()
     assert thread.is_alive()
     thread.join(timeout=0.01)
     assert thread.is_alive() and not returned
