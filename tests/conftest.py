@@ -165,6 +165,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of time are those of this process's processor time, which other processes do not take.
+
+    For tests whose result depends on how much of a search there is time for.
+    """
+    for clock in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, clock, time.process_time)
+
+
+@pytest.fixture
 def quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The samples of torch's `op_db`, without the two looks at the stack that take longer.
 

@@ -114,6 +114,7 @@ def test_every_arm_makes_plans_that_pass_the_checker(arm, planner):
         assert arm in ("LP per layer (torchtitan)", "torch's memory budget")
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_rows_are_held_against_the_bound_of_what_was_frozen(planner):
     where = environment("cpu")
     free, frozen, other = (
@@ -126,6 +127,7 @@ def test_rows_are_held_against_the_bound_of_what_was_frozen(planner):
     assert other.limit.value == pytest.approx(free.limit.value)
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_a_bound_may_be_proved_for_longer(planner):
     """Of what was frozen, too; it is never lower than the one that the plan has."""
     made = planner.plan(FROZEN)

@@ -146,6 +146,7 @@ def test_memory_in_plenty_gives_data_parallelism_and_little_of_it_split_paramete
     assert tight.exchanged_bytes >= loose.exchanged_bytes
 
 
+@pytest.mark.usefixtures("processor_time")
 def test_between_nodes_fewer_bytes_are_exchanged_than_by_data_parallelism():
     graph = make_network(2**18, [64, 256, 64])
     found = plan(graph, 256)
