@@ -26,6 +26,17 @@ def test_all_calls_are_made_and_waited_for():
     assert stop[0] == 0
 
 
+def test_an_error_of_a_call_stops_the_others_and_is_raised():
+    stop, returned = np.zeros(1, np.int32), []
+
+    def fail() -> None:
+        raise OverflowError("too large")
+
+    with pytest.raises(OverflowError, match="too large"):
+        run_stoppable([fail, functools.partial(until_stopped, stop, returned, 1)], stop, name="e")
+    assert returned == [1]
+
+
 @pytest.mark.parametrize("num_interrupts", [1, 3])
 def test_an_interrupt_stops_the_calls_and_is_raised_when_they_are_over(num_interrupts, monkeypatch):
     """The first call, which is waited for, interrupts the wait, and what waits for it then."""

@@ -20,14 +20,21 @@ def run_stoppable(calls: Sequence[Callable[[], object]], stop: np.ndarray, *, na
     Args:
         calls: Calls that return soon after `stop` has become 1, and hold what they use.
         stop: int32 (1,), whose address the calls have; becomes 1 if waiting is interrupted, by
-            Ctrl-C or any other exception, which is raised once all calls have returned.
+            Ctrl-C or any other exception, which is raised once all calls have returned. So is what
+            a call raises.
         name: Of the threads.
     """
     is_made: dict[int, bool] = {}  # of calls that have begun, and of those that never will
+    errors: list[BaseException] = []
 
     def make(number: int) -> None:
-        if is_made.setdefault(number, True):
+        if not is_made.setdefault(number, True):
+            return
+        try:
             calls[number]()
+        except BaseException as error:  # raised below, in the thread that waits
+            errors.append(error)
+            stop[0] = 1
 
     threads = [
         Thread(target=make, args=(number,), name=f"penstock-{name}-{number}")
@@ -45,6 +52,8 @@ def run_stoppable(calls: Sequence[Callable[[], object]], stop: np.ndarray, *, na
                 with contextlib.suppress(BaseException):  # of a second interrupt
                     thread.join()
         raise
+    if errors:
+        raise errors.pop(0)
 
 
 def flatten(
