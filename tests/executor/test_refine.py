@@ -1,6 +1,7 @@
 """Predicted and measured side by side, and plans that learn from it."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -141,6 +142,23 @@ def test_a_report_without_times_is_refused(graph):
     _, report = run(found, graph, num_steps=1)
     with pytest.raises(ValueError, match="at least twice"):
         refine(found, report, graph)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "time_limit", "message"),
+    [(math.nan, 1, "takes nan seconds"), (-1.0, 1, "takes -1.0 seconds"), (1.0, -1, "time_limit")],
+)
+def test_times_that_are_none_are_refused(graph, seconds, time_limit, message):
+    found = plan(graph, machine="h200", time_limit=0.3)
+    _, report = run(found, graph, num_steps=2)
+    times = (seconds, *report.operator_seconds[1:])
+    with pytest.raises(ValueError, match=message):
+        refine(
+            found,
+            dataclasses.replace(report, operator_seconds=times),
+            graph,
+            time_limit=time_limit,
+        )
 
 
 def test_a_report_of_another_plan_is_refused(graph):

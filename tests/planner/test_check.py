@@ -449,3 +449,10 @@ def test_a_result_does_not_lie_over_the_rest_of_what_another_takes_over():
     asked = request(graph, Budget())
     check(graph, plan_from(asked, [0], intervals, (), offsets=[0, 0, 8]))
     assert rule_of(plan_from(asked, [0], intervals, (), offsets=[0, 0, 4]), graph) == "overlap"
+
+
+def test_arguments_of_other_types_are_named():
+    graph = chain_step(1)
+    plan = make_plan(graph, machine="h200", time_limit=0.1)
+    with pytest.raises(TypeError, match="got a Plan and a StepGraph"):
+        check(plan, graph)  # pyright: ignore[reportArgumentType]

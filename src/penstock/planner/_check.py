@@ -49,7 +49,11 @@ def check(graph: StepGraph, plan: Plan, *, bounds: bool = False) -> tuple[str, .
     Raises:
         PlanError: The plan is wrong; `rule` is the name of the rule that it breaks (the
             documentation, "Proofs of plans", lists them).
+        TypeError: One of the arguments is something else.
     """
+    if not (isinstance(graph, StepGraph) and isinstance(plan, Plan)):
+        given = f"a {type(graph).__name__} and a {type(plan).__name__}"
+        raise TypeError(f"check takes a StepGraph and a Plan for it; got {given}")
     parts = _planned_graph(graph, plan)
     _check_order(parts, plan)
     for what, intervals in (("placement", plan.placements), ("copy", plan.copies)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from penstock.planner._plan import Plan
 from penstock.planner._plan_records import Found, Measured
 from penstock.planner._request import PlanRequest
 from penstock.planner._simulate import simulate
+from penstock.units import parse_seconds
 
 
 def refine(
@@ -46,9 +48,11 @@ def refine(
 
     Raises:
         GraphFileError: The plan is for another graph.
-        ValueError: The report has no times of operators, or is of another plan.
+        ValueError: The report has no times of operators, or is of another plan; or `time_limit` is
+            not above 0.
         InfeasibleError: The search found no plan; the old one is still valid.
     """
+    time_limit = parse_seconds(time_limit, name="time_limit")
     if graph.digest != plan.graph_digest:
         raise GraphFileError(
             f"this plan is for the graph {plan.graph_digest[:12]} and not for {graph.digest[:12]}"
@@ -103,6 +107,9 @@ def _measured_seconds(parts: StepGraph, report: Measured) -> Sequence[float | No
             f"{len(parts.operators)}; pass the report of a step that this plan has run at least "
             "twice"
         )
+    wrong = next((each for each in seconds if each and not 0 < each < math.inf), None)
+    if wrong is not None:
+        raise ValueError(f"report: an operator takes {wrong} seconds; a time is finite and above 0")
     return seconds
 
 
