@@ -14,6 +14,8 @@ import penstock
 from _waiting import wait_until_written
 from penstock.activations._cuda import CudaCopies
 from penstock.activations._host_route import HostRoute
+from penstock.activations._policy import SavedEntry
+from penstock.activations._record import Record
 from penstock.errors import StoreReadError
 from penstock.memory import ExtentFile, Ledger, Tier
 
@@ -64,6 +66,20 @@ def test_what_its_operator_fills_leaves_after_it_on_the_cpu_too(store):
         for _ in range(5):
             assert torch.equal(with_noise(), expected)
     offload.close()
+
+
+def test_parts_of_one_storage_leave_after_the_last_of_them(simulated_cuda):
+    """A token orders a transfer with what one stream has computed until then."""
+    route = HostRoute(Ledger(), CudaCopies(), file=None, host_memory=MIB)
+    first, second, third = torch.zeros(96).unsafe_chunk(3)
+    record = Record(first, first.untyped_storage(), route, True, SavedEntry(384, 0.0, True))
+    record.ready = before = route.mark(CPU)
+    assert record.take(second)
+    assert record.ready[0] is before[0] and record.ready[1] is not before[1]
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[arg-type]
+        assert not record.take(third)
+    assert record.describes(first) and record.describes(second) and not record.describes(third)
+    route.close()
 
 
 def test_memory_of_another_stream_is_not_given_out_before_its_kernels_have_run(

@@ -39,6 +39,10 @@ class CudaMarks:
         """Record an event on the same stream, now."""
         return ready[0], ready[0].record_event()
 
+    def mark_part(self, ready: Token, device: torch.device) -> Token | None:
+        """Record an event on the same stream, now; None if another one computes."""
+        return self.mark_again(ready) if torch.cuda.current_stream(device) == ready[0] else None
+
     def _stream(self, device: torch.device, purpose: str) -> torch.cuda.Stream:
         with self._lock:
             key = device, purpose
@@ -127,6 +131,7 @@ class GdsRoute(Route):
         self._device_file = device_file  # a `kvikio.CuFile`
         self._memory = memory
         self.mark, self.mark_again = memory.mark, memory.mark_again
+        self.mark_part = memory.mark_part
 
     @classmethod
     def for_cuda(cls, file: ExtentFile, ledger: Ledger) -> GdsRoute:

@@ -68,6 +68,7 @@ class HostRoute(Route):
         self._ledger = ledger
         self._copies = copies
         self.mark, self.mark_again, self.settle = copies.mark, copies.mark_again, copies.settle
+        self.mark_part = copies.mark_part
         self._file = file
         budget = int(available_ram() * _DEFAULT_SHARE) if host_memory is None else host_memory
         self._bounce_bytes = 0

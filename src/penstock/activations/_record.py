@@ -111,6 +111,11 @@ class Record:
             return False
         if any(shares_version_counter(probe, tensor) for probe, _ in self.versions):
             return False  # changed in place since
+        if self.ready is not None and self.route is not None:
+            ready = self.route.mark_part(self.ready, self.device)
+            if ready is None:
+                return False
+            self.ready = ready
         self.versions.append((version_probe(tensor), tensor._version))
         return True
 

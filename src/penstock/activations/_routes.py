@@ -40,6 +40,13 @@ class Route(abc.ABC):
         """Return a token that includes the operator that did the saving."""
         return None
 
+    def mark_part(self, ready: Any, device: torch.device) -> Any:
+        """Return a token for all until now, for another part of a storage that has `ready`.
+
+        None: another stream computes it, and no token orders a transfer with both.
+        """
+        return None
+
     @abc.abstractmethod
     def store(self, storage: torch.UntypedStorage, ready: Any) -> Any:
         """Copy the storage out after `ready`; the copy is complete on return."""
