@@ -32,8 +32,13 @@ def test_an_error_of_a_call_stops_the_others_and_is_raised():
     def fail() -> None:
         raise OverflowError("too large")
 
+    def call() -> None:
+        while not stop[0]:
+            time.sleep(0.001)
+        returned.append(1)
+
     with pytest.raises(OverflowError, match="too large"):
-        run_stoppable([fail, functools.partial(until_stopped, stop, returned, 1)], stop, name="e")
+        run_stoppable([fail, call], stop, name="e")
     assert returned == [1]
 
 
