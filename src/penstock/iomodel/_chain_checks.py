@@ -51,10 +51,7 @@ def run_some_rows(
         is_random = not torch.equal(state, random_state(rows.device))
     if torch.is_grad_enabled():
         if read_version(given) != version:
-            raise ValueError(
-                "a module of the chain changes x in place, and would do so again in the backward "
-                "pass; begin the chain after it, or with inplace=False"
-            )
+            _refuse_changed_input()
         if is_random:
             refuse_random_numbers()
         _check_leaves(result, modules, others, leaf)
@@ -120,6 +117,13 @@ def refuse_random_numbers() -> None:
     raise ValueError(
         "a module of the chain drew random numbers, which would differ in the backward pass; leave "
         "dropout out of the chain, or set its modules to eval()"
+    )
+
+
+def _refuse_changed_input() -> None:
+    raise ValueError(
+        "a module of the chain changes x in place, and would do so again in the backward pass; "
+        "begin the chain after it, or with inplace=False"
     )
 
 

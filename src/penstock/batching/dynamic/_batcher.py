@@ -38,7 +38,7 @@ from penstock.compat.modules import read_version
 from penstock.units import parse_bytes
 
 _MAX_CACHED_PLANS = 512
-_REMEDY_IN_PLACE = "have the cell clone() what it changes, or use inplace=False"
+_REMEDY_IN_PLACE = "other nodes may read it: have the cell clone() it, or use inplace=False"
 Order = Callable[[NodeGraph], tuple[Integers, Integers, Integers]]
 
 
@@ -305,6 +305,15 @@ def _contexts_of_checkpoint() -> tuple[AbstractContextManager[Any], AbstractCont
     return nullcontext(), torch.inference_mode(False)
 
 
+def _call(cell: nn.Module, arguments: list[Any]) -> Any:
+    """Return what a cell computes of operands, which it may not change in place."""
+    versions = _list_versions(arguments)
+    outputs = cell(*arguments)
+    if _list_versions(arguments) != versions:
+        raise RuntimeError("an operand has been modified by an inplace operation")
+    return outputs
+
+
 def _list_versions(arguments: list[Any]) -> list[int]:
     """Return how often the tensors of a cell's arguments were changed in place."""
     tensors = (each if isinstance(each, tuple) else (each,) for each in arguments)
@@ -350,18 +359,13 @@ class _BatchRun:
 
         def compute(*_: Tensor) -> Any:
             arguments = self._gather_arguments(batch, piece)
-            versions = _list_versions(arguments)
             try:
-                outputs = cell(*arguments)
-                if _list_versions(arguments) != versions:
-                    raise RuntimeError("an operand has been modified by an inplace operation")
+                return _call(cell, arguments)
             except Exception as error:
-                note = f"raised by the cell of {kind!r} for {num_nodes} of its nodes"
+                error.add_note(f"raised by the cell of {kind!r} for {num_nodes} of its nodes")
                 if "inplace" in str(error):
-                    note += ", which may share operands with others: " + _REMEDY_IN_PLACE
-                error.add_note(note)
+                    error.add_note(_REMEDY_IN_PLACE)
                 raise
-            return outputs
 
         if piece.recompute and torch.is_grad_enabled():
             from torch.utils.checkpoint import checkpoint
@@ -383,8 +387,8 @@ class _BatchRun:
                 f"the cell of {kind!r} returns {'a tuple' if is_tuple else 'a tensor'}, but cells "
                 "with outputs for the same argument do not"
             )
-        start = batch.start + piece.start
-        token = WriteOutputs.apply(self.pools, batch.pool, start, kind, *components)
+        place = batch.pool, batch.start + piece.start
+        token = WriteOutputs.apply(self.pools, *place, kind, *components)
         assert isinstance(token, Tensor)
         return token
 

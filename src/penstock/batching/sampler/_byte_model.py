@@ -254,8 +254,7 @@ def probe_batches(
         The batches, the largest first; the last is the smallest sample alone.
 
     Raises:
-        TypeError: Features are no dictionary of numbers, or a count is no whole number.
-        ValueError: A feature is negative or not finite, or a count is below 1.
+        TypeError, ValueError: Features are no numbers >= 0, or a count is none above 0.
     """
     num_probes = parse_count(num_probes, name="num_probes", least=1)
     max_samples = parse_count(max_samples, name="max_samples", least=1)
