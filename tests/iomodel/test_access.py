@@ -132,3 +132,22 @@ def test_wrong_capacities_are_named(monkeypatch: pytest.MonkeyPatch):
     trace = AccessTrace()
     trace.read(0, 0, 128)
     assert simulate_caches(trace, [64])[0].loaded_bytes == 128
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((40, 16), (100, 1)), ((3, 5, 2), (700, 40, 3)), ((30, 30), (1, 17)), ((7, 9), (0, 64))],
+    ids=["columns", "gaps of two sizes", "short rows", "repeated"],
+)
+def test_lines_between_the_elements_of_a_tensor_do_not_move(shape, strides):
+    tensor = torch.as_strided(torch.zeros(5000), shape, strides, 3)
+    at = sum(np.ix_(*(np.arange(n) * step for n, step in zip(shape, strides, strict=True))))
+    lines = np.unique((tensor.data_ptr() + 4 * at) // 64)
+    whole, streamed = AccessTrace(), AccessTrace()
+    whole.read(tensor)
+    streamed.stream([tensor], [other := torch.zeros(2000)])
+    (found,) = simulate_caches(whole, [2**20])
+    assert found.loaded_bytes == 64 * len(lines)
+    (found,) = simulate_caches(streamed, [2**20], allocates=False)
+    assert found.loaded_bytes == 64 * len(lines)
+    assert streamed.written_bytes == other.nbytes and streamed.read_bytes == whole.read_bytes

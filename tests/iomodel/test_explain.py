@@ -95,6 +95,14 @@ def test_views_move_nothing_and_writes_in_place_do(processor):
     assert (first.loaded_bytes, first.stored_bytes) == (256 * KIB, 256 * KIB)
 
 
+def test_columns_and_memory_that_nothing_is_written_to_are_not_counted(processor):
+    x = torch.zeros(1024, 1024)
+    first = explain_here(processor, lambda: x[:, :16].sum()).function.levels[0]
+    assert (first.loaded_bytes, first.stored_bytes) == (1024 * 64, 4)
+    first = explain_here(processor, lambda: torch.empty_like(x)).function.levels[0]
+    assert first.moved_bytes == 0
+
+
 def test_sparse_operands_are_counted(processor):
     dense = torch.eye(100)
     for sparse, index_bytes in (

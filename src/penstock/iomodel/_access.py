@@ -24,6 +24,7 @@ from penstock.iomodel._levels import LevelBytes, check_counts
 
 _SOURCE = Path(__file__).with_name("lru.cpp")
 _IN_STEP_BYTES = 4096
+_LINE_BYTES = 64
 _DECLARED = "penstock_access"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -55,7 +56,8 @@ class AccessTrace:
         Args:
             buffer: The tensor or address.
             offsets: Offsets in bytes: a number, or an array or tensor of them.
-            num_bytes: Bytes of each range, one number or one for each; None: all of the tensor.
+            num_bytes: Bytes of each range, one number or one for each; None: all of the tensor,
+                without what lies between its elements, a line or more.
         """
         self.read_bytes += self._add(buffer, offsets, num_bytes, is_store=False)
 
@@ -72,21 +74,22 @@ class AccessTrace:
             reads: Tensors that are read once, from their first byte to their last.
             writes: Tensors that are written likewise.
         """
-        spans = [(_address(each), _extent(each), False) for each in reads]
-        spans += [(_address(each), _extent(each), True) for each in writes]
-        longest = max((length for _, length, _ in spans), default=0)
-        steps = -(-longest // _IN_STEP_BYTES)
-        if not steps:
+        tensors = [*((each, False) for each in reads), *((each, True) for each in writes)]
+        found = [(*_find_stretches(each), is_store) for each, is_store in tensors]
+        longest = max((int(lengths.sum()) for _, lengths, _ in found), default=0)
+        num_steps = -(-longest // _IN_STEP_BYTES)
+        if not num_steps:
             return
-        cuts = [
-            np.linspace(0, length, steps + 1).astype(np.int64) + begin for begin, length, _ in spans
+        parts = [
+            (*_cut_stretches(begins, lengths, num_steps), is_store)
+            for begins, lengths, is_store in found
         ]
-        begins = np.stack([cut[:-1] for cut in cuts], axis=1)
-        lengths = np.stack([np.diff(cut) for cut in cuts], axis=1)
-        stores = np.broadcast_to([is_store for *_, is_store in spans], begins.shape)
-        self._append(begins.ravel(), lengths.ravel(), stores.ravel())
-        self.read_bytes += sum(length for _, length, is_store in spans if not is_store)
-        self.written_bytes += sum(length for _, length, is_store in spans if is_store)
+        order = np.argsort(np.concatenate([steps for *_, steps, _ in parts]), kind="stable")
+        begins, lengths = (np.concatenate([each[at] for each in parts])[order] for at in (0, 1))
+        stores = np.concatenate([np.full(len(each[0]), each[3]) for each in parts])[order]
+        self._append(begins, lengths, stores)
+        self.read_bytes += int(lengths[~stores].sum())
+        self.written_bytes += int(lengths[stores].sum())
 
     def interleave(self, buffers: Sequence[tuple[torch.Tensor | int, Any, Any, bool]]) -> None:
         """Add accesses to several buffers in turn: the first range of each, then the second.
@@ -115,7 +118,10 @@ class AccessTrace:
     def _add(
         self, buffer: torch.Tensor | int, offsets: Any, num_bytes: Any, *, is_store: bool
     ) -> int:
-        begins, lengths = _ranges(buffer, offsets, num_bytes)
+        if num_bytes is None and isinstance(buffer, torch.Tensor) and np.all(offsets == 0):
+            begins, lengths = _find_stretches(buffer)
+        else:
+            begins, lengths = _ranges(buffer, offsets, num_bytes)
         self._append(begins, lengths, np.full(len(begins), is_store))
         return int(lengths.sum())
 
@@ -142,6 +148,39 @@ def _extent(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def _find_stretches(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the begins and the lengths of a tensor's stretches of memory, ascending.
+
+    Gaps of less than a line, which moves as a whole, are part of a stretch: columns of a matrix are
+    a stretch for each row, or one for all where the rows are short.
+    """
+    begins, length = np.array([_address(tensor)]), tensor.element_size()
+    if not tensor.numel():
+        return begins[:0], begins[:0]
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(each for each in dims if each[1] > 1):
+        step = stride * tensor.element_size()
+        if len(begins) == 1 and step - length < _LINE_BYTES:
+            length += (size - 1) * step
+        else:
+            begins = (np.arange(size)[:, None] * step + begins).ravel()
+    return begins, np.full(len(begins), length)
+
+
+def _cut_stretches(
+    begins: np.ndarray, lengths: np.ndarray, num_steps: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut stretches into steps of equal bytes; return begin, length and step of each part."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    cuts = np.linspace(0, lengths.sum(), num_steps + 1).astype(np.int64)
+    edges = np.unique(np.concatenate([starts, cuts]))
+    places = edges[:-1]
+    at = np.searchsorted(ends, places, side="right")
+    steps = np.searchsorted(cuts, places, side="right") - 1
+    return begins[at] + places - starts[at], np.diff(edges), steps
 
 
 def _ranges(buffer: torch.Tensor | int, offsets: Any, num_bytes: Any) -> tuple[Any, Any]:

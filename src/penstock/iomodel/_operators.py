@@ -17,6 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.compat.dispatch import TorchDispatchMode, tree_leaves
 from penstock.iomodel._access import AccessTrace
 
+_aten = torch.ops.aten
+_ALLOCATIONS = {
+    *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted),
+    *(_aten.new_empty, _aten.new_empty_strided),
+}  # they write nothing
+
 
 class OperatorTrace(TorchDispatchMode):
     """Collects the accesses of the operators that run under it."""
@@ -34,7 +40,7 @@ class OperatorTrace(TorchDispatchMode):
         operands = _find_tensors((args, {k: v for k, v in kwargs.items() if k not in outputs}))
         storages = {_storage(each) for each in [*operands, *written]}
         written += [each for each in _find_tensors(results) if _storage(each) not in storages]
-        if written:  # all but views
+        if written and func._overloadpacket not in _ALLOCATIONS:  # and no view
             self.trace.stream(_distinct(operands), _distinct(written))
             self.num_operators += 1
         return results
