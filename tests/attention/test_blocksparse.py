@@ -150,8 +150,15 @@ def test_what_is_no_layout_is_refused():
     for function in (blocksparse, blocksparse_report):
         with pytest.raises(TypeError, match="layout is None, but must be a Layout: make one"):
             function(q, q, q, None)
+        layout = Layout.causal(16, 16)
         with pytest.raises(TypeError, match=r"scale is a tensor"):
-            function(q, q, q, Layout.causal(16, 16), scale=torch.tensor(1.0))
+            function(q, q, q, layout, scale=torch.tensor(1.0))
+        with pytest.raises(TypeError, match="scale is 'a', but must be a number"):
+            function(q, q, q, layout, scale="a")
+        with pytest.raises(TypeError, match="v is list, but must be a tensor"):
+            function(q, q, [q], layout)
+        with pytest.raises(TypeError, match="bias is list, but must be a tensor"):
+            function(q, q, q, layout, bias=[0.0] * 16)
 
 
 def test_autocast_does_not_cast_what_is_refused_without():

@@ -212,6 +212,8 @@ def test_other_numbers_and_tensors_are_refused(make, error: type[Exception], mes
         (lambda: Layout.documents([3, 0]), ValueError, "lengths are"),
         (lambda: Layout.documents([3, 2.5]), TypeError, "lengths has the dtype"),
         (lambda: Layout.documents([3], window=0), ValueError, "window is 0"),
+        (lambda: Layout.documents(["a"]), TypeError, r"lengths are .*must be whole numbers"),
+        (lambda: Layout.tree([[-1], [0, 1]]), TypeError, r"parents are .*must be whole numbers"),
         (lambda: Layout.tree([-1.0, 0.5]), TypeError, "parents has the dtype"),
         (lambda: Layout.tree([]), ValueError, "one at least"),
         (lambda: Layout.bigbird(100, random_blocks=-1), ValueError, "random_blocks is -1"),
@@ -242,3 +244,8 @@ def test_other_numbers_and_tensors_are_refused(make, error: type[Exception], mes
 def test_wrong_arguments_are_refused(make, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_window_longer_than_any_number_sees_all():
+    layout = Layout.window(40, 10**20, 16)
+    assert torch.equal(layout.token_mask(), Layout.causal(40, 16).token_mask(40, 40))

@@ -72,12 +72,28 @@ def check_vector(name: str, tensor: Tensor, length: int | None = None) -> None:
         raise ValueError(f"{name} has the shape {tuple(tensor.shape)}, but must have {expected}")
 
 
+def as_numbers(name: str, values: Any) -> Tensor:
+    """Return numbers as a tensor, on the device that they are on."""
+    try:
+        return torch.as_tensor(values, device=getattr(values, "device", "cpu"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} are {values!r:.200}, but must be whole numbers: {error}") from None
+
+
 def check_integers(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that has no elements, or others than integers."""
     if tensor.numel() == 0:
         raise ValueError(f"{name} has the shape {tuple(tensor.shape)}: there must be one at least")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} has the dtype {tensor.dtype}, but must have integers")
+
+
+def check_tensors(*, bias: Any, **tensors: Any) -> None:
+    """Refuse what is no tensor; there may be no bias."""
+    for name, each in tensors.items():
+        _check_tensor(name, each)
+    if bias is not None:
+        _check_tensor("bias", bias)
 
 
 def _check_tensor(name: str, value: Any) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from penstock.attention._arguments import check_tensors
 from penstock.attention._layout import Layout
 from penstock.attention._operands import BlockOperands, sum_dtype
 from penstock.attention._operator import attend_directly, blocksparse_forward
@@ -56,6 +57,7 @@ def blocksparse(
         TypeError: Dtypes differ or are not supported, the scale is a tensor, or `layout` is none.
         ValueError: A shape or a device does not fit.
     """
+    check_tensors(q=q, k=k, v=v, bias=bias)
     q, k, v = _cast([q, k, v])
     return _attend(q, k, v, layout, bias, scale)
 
@@ -100,7 +102,10 @@ def read_scale(scale: float | None, q: Tensor) -> float:
             f"scale is a tensor, {scale!r}, which would get no gradient: pass a number, and "
             "multiply q by a factor that is learned"
         )
-    return q.shape[3] ** -0.5 if scale is None else float(scale)
+    try:
+        return q.shape[3] ** -0.5 if scale is None else float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"scale is {scale!r}, but must be a number, or None") from None
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.attention import _patterns
 from penstock.attention._arguments import (
+    as_numbers,
     check_integers,
     check_mask,
     check_scores,
@@ -202,7 +203,7 @@ class Layout:
             ValueError: A length or the window is not positive.
         """
         block = parse_block(block)
-        lengths = torch.as_tensor(lengths, device=getattr(lengths, "device", "cpu"))
+        lengths = as_numbers("lengths", lengths)
         if lengths.numel():
             check_integers("lengths", lengths)
         lengths = lengths.long()
@@ -210,7 +211,8 @@ class Layout:
             raise ValueError(
                 f"lengths are {lengths.tolist()}, but must be positive and at least one"
             )
-        window = None if window is None else parse_count(window, name="window", least=1)
+        if window is not None:  # one of all tokens is as good as a longer one
+            window = min(parse_count(window, name="window", least=1), int(lengths.sum()))
         return cls.from_ranges(*_patterns.document_ranges(lengths, causal, window), block)
 
     @classmethod
@@ -332,7 +334,7 @@ class Layout:
             TypeError: Parents are no whole numbers.
             ValueError: The tokens are in another order, or there is none.
         """
-        parents = torch.as_tensor(parents, device=getattr(parents, "device", "cpu"))
+        parents = as_numbers("parents", parents)
         check_vector("parents", parents, parents.numel())
         parents = parents.long()
         return cls.from_ranges(

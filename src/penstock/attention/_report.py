@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
+from penstock.attention._arguments import check_tensors
 from penstock.attention._blocksparse import check_operands, expand_bias, read_scale
 from penstock.attention._layout import Layout
 from penstock.attention._paths import choose_path
@@ -66,6 +67,7 @@ def blocksparse_report(
         TypeError: As `blocksparse`.
         ValueError: As `blocksparse`.
     """
+    check_tensors(q=q, k=k, v=v, bias=bias)
     check_operands(q, k, v, layout)
     bias = expand_bias(bias, q, k)
     path = choose_path(q, layout, bias, read_scale(scale, q))

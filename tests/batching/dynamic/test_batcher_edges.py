@@ -434,3 +434,13 @@ def test_transformations_are_refused():
 
     with pytest.raises(RuntimeError, match="does not reach into a DynamicBatcher"):
         torch.func.grad(loss)(dict(batcher.named_parameters()))
+
+
+@pytest.mark.parametrize("is_one_graph", [True, False])
+def test_inputs_that_do_not_fit_together_are_named(is_one_graph):
+    graphs = [TypedGraph(), TypedGraph()]
+    for width, graph in enumerate([graphs[0]] * 2 if is_one_graph else graphs):
+        graph.add("word", inputs=[torch.zeros(width + 1)])
+    with pytest.raises(RuntimeError) as caught:
+        DynamicBatcher({"word": nn.Identity()})(graphs)
+    assert caught.value.__notes__ == ["raised where inputs of nodes of type 'word' are joined"]

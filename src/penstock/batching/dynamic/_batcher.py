@@ -31,7 +31,7 @@ from penstock.batching.dynamic._outputs import (
     WriteOutputs,
 )
 from penstock.batching.dynamic._splitting import BatchSplitter, InputTensors, Piece
-from penstock.batching.dynamic._typed_graph import NodeGraph, Signature, TypedGraph
+from penstock.batching.dynamic._typed_graph import NodeGraph, Signature, TypedGraph, note_inputs_of
 from penstock.compat.autograd import is_transformed
 from penstock.compat.dynamo import run_uncompiled
 from penstock.compat.modules import read_version
@@ -283,13 +283,14 @@ class DynamicBatcher(nn.Module):
         if device is None:  # cells without parameters run on the device of their inputs
             inputs = (tensor for parts in found.values() for part in parts for tensor in part)
             device = next((tensor.device for tensor in inputs), torch.device("cpu"))
-        laid = {
-            code: tuple(
-                (each[0] if len(each) == 1 else torch.cat(each)).to(device)
-                for each in zip(*parts, strict=True)
-            )
-            for code, parts in found.items()
-        }
+        laid: dict[int, tuple[Tensor, ...]] = {}
+        kinds = [kind for kind, _, _ in self._codes]
+        for code, parts in found.items():
+            with note_inputs_of(kinds[code]):
+                laid[code] = tuple(
+                    (each[0] if len(each) == 1 else torch.cat(each)).to(device)
+                    for each in zip(*parts, strict=True)
+                )
         # Every copy counts; until the concatenation is done there may be one of each graph, too.
         kept_bytes = peak_bytes = 0
         for code, tensors in laid.items():

@@ -10,7 +10,8 @@ is the number of batches of type t that are still to come in any order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Self
@@ -277,7 +278,12 @@ class TypedGraph:
                 )
                 for code, columns in self._arrays.items()
             }
-        return {code: tuple(self._stack_columns(code)) for code in self._rows}
+        kinds = [kind for kind, _, _ in self._signatures]
+        found: dict[int, tuple[Tensor, ...]] = {}
+        for code in self._rows:
+            with note_inputs_of(kinds[code]):
+                found[code] = tuple(self._stack_columns(code))
+        return found
 
     def _stack_columns(self, code: int) -> list[Tensor]:
         """Stack the inputs of a signature's nodes; columns of numbers only once."""
@@ -299,6 +305,16 @@ class TypedGraph:
         signature = (kind, len(arguments), num_inputs)
         self._codes.append(self._signatures.setdefault(signature, len(self._signatures)))
         self._arguments.append(arguments)
+
+
+@contextmanager
+def note_inputs_of(kind: Hashable) -> Iterator[None]:
+    """Name the type of nodes whose inputs do not fit together."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        error.add_note(f"raised where inputs of nodes of type {kind!r} are joined")
+        raise
 
 
 def _stack(values: Sequence[Any]) -> Tensor:
