@@ -214,7 +214,7 @@ def test_parts_of_a_loss_that_modules_keep_are_refused():
     for keep in (lambda x, weight: (x @ weight).square().mean(), lambda x, _: x.abs().sum()):
         with pytest.raises(ValueError, match="keeps a result of its rows"):
             run_chain([Keeper(keep), nn.Tanh()], rows(), chunk_rows=8)
-    for keep in (lambda _, weight: weight, lambda x, _: x.detach().mean()):
+    for keep in (lambda _, weight: weight, lambda x, _: x.detach().mean(), torch.matmul):
         run_chain([Keeper(keep), nn.Tanh()], rows(), chunk_rows=8).sum().backward()
 
 

@@ -167,7 +167,8 @@ def _check_leaves(
 def _check_kept(run: Run, modules: Sequence[Any], rows: Tensor, others: Sequence[Tensor]) -> None:
     """Refuse modules that keep a result of rows with its graph, which would get no gradient.
 
-    A part of a loss is such a result. What is made of weights alone is the same for other rows.
+    A part of a loss is such a result. What is made of weights alone is the same for other rows, and
+    what has a row for each is taken to be kept for looks.
     """
     before = list_kept_results(modules)
     if not before:
@@ -176,15 +177,22 @@ def _check_kept(run: Run, modules: Sequence[Any], rows: Tensor, others: Sequence
     with keep_random_state(device), refuse_buffer_changes(modules), outside_saving_hooks():
         run(rows[1:].clone(), [each[1:] for each in others])
     after = list_kept_results(modules)
-    if len(before) != len(after) or not all(map(_are_equal, before, after)):
+    if len(before) != len(after) or not all(
+        _is_of_weights(one, other) or _is_by_row(one, other, len(rows))
+        for one, other in zip(before, after, strict=True)
+    ):
         raise ValueError(
-            f"a module of the chain keeps a result of its rows, of the shape "
-            f"{tuple(before[-1].shape)}, that needs a gradient, as a part of a loss: it would be "
-            "that of one chunk, and get no gradient; return it, detach() it, or leave the module "
-            "out of the chain"
+            "a module of the chain keeps a result of its rows that needs a gradient, as a part of "
+            "a loss: it would be that of one chunk, and get no gradient; return it, detach() it, "
+            "or leave the module out of the chain"
         )
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors have the same numbers."""
+def _is_of_weights(one: Tensor, other: Tensor) -> bool:
+    """Return whether a result is the same for other rows."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _is_by_row(one: Tensor, other: Tensor, num_rows: int) -> bool:
+    """Return whether a result has a row for each, as a value that is kept to look at it."""
+    return one.shape[:1] == (num_rows,) and other.shape[:1] == (num_rows - 1,)
