@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock.compat.fake_tensors import FakeTensorMode
 from penstock.errors import CapacityError, WholeTableError
 from penstock.unified import UnifiedTensor, empty, unify
 from penstock.unified.host import memory as host_memory
@@ -138,11 +139,26 @@ def test_a_read_only_array_can_be_a_source():
         (np.float32(1.0), TypeError, "got float32"),
         (np.array(1.0), ValueError, "got a scalar"),
         (torch.empty(3, 2, device="meta"), TypeError, "on meta"),
+        (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), TypeError, "a masked array has no numbers"),
+        (
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            TypeError,
+            r"got a nested one; call torch\.nested\.to_padded_tensor\(source, 0\.0\) first",
+        ),
     ],
 )
 def test_other_sources_are_refused(wrong, error, says):
     with pytest.raises(error, match=says):
         unify(wrong)
+
+
+def test_no_table_is_made_of_fake_tensors():
+    with FakeTensorMode():
+        fake = torch.ones(3, 2)
+        with pytest.raises(RuntimeError, match="make it outside of a FakeTensorMode"):
+            empty((3, 2))
+    with pytest.raises(RuntimeError, match="fake tensors have neither"):
+        unify(fake)
 
 
 def test_empty_is_zeroes_and_checks_its_shape():
@@ -156,7 +172,13 @@ def test_empty_is_zeroes_and_checks_its_shape():
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "says"),
-    [(5, None, "shape=5"), ((2.5, 3), None, "expected integers"), ((2, 3), "float32", "dtype='fl")],
+    [
+        (5, None, "shape=5"),
+        (None, None, "shape=None"),
+        ((2.5, 3), None, "expected integers"),
+        ((2, 3), "float32", "dtype='fl"),
+        ((2, 3), torch.qint8, r"dtype=torch\.qint8: numbers without their scales"),
+    ],
 )
 def test_empty_wants_integers_and_a_dtype_of_torch(shape, dtype, says):
     with pytest.raises(TypeError, match=says):

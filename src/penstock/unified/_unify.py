@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from penstock.compat.fake_tensors import FakeTensor
 from penstock.unified._devices import resolve_device
 from penstock.unified._tensor import UnifiedTensor, tensor_over
 from penstock.unified.device.hot_rows import HotRows, parse_cache
@@ -18,6 +19,8 @@ from penstock.unified.file.table import FileTable, create_table
 from penstock.unified.host.table import HostTable
 
 logger = logging.getLogger(__name__)
+
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @torch.inference_mode(mode=False)  # or nothing could be written to the table elsewhere
@@ -59,6 +62,7 @@ def unify(
         CapacityError: There is not enough memory.
         StoreError: The file cannot be used; the message says why.
     """
+    _refuse_fake(source)
     place, hot_rows = resolve_device(device), parse_cache(cache)
     if isinstance(source, str | os.PathLike):
         path, key = split_source(os.fspath(source))
@@ -84,8 +88,12 @@ def _copy_source(source: Any) -> HostTable:
         raise TypeError(
             f"source: expected a tensor, a NumPy array or a path, got {type(source).__name__}"
         )
+    if isinstance(source, torch.Tensor):
+        _check_dense(source)
     if source.ndim == 0:
         raise ValueError("source: expected a table of shape (num_rows, *row), got a scalar")
+    if isinstance(source, np.ma.MaskedArray):
+        raise TypeError("source: a masked array has no numbers at some places; fill them first")
     if isinstance(source, np.ndarray):  # of any strides and byte order
         try:
             table = HostTable.empty(source.shape, torch_dtype(source.dtype))
@@ -93,14 +101,30 @@ def _copy_source(source: Any) -> HostTable:
             raise TypeError(f"source: {error}") from error
         np.copyto(table.rows.numpy(), source)
         return table
-    if source.device.type != "cpu" or source.layout != torch.strided or source.is_quantized:
-        raise TypeError(
-            f"source: expected a dense tensor on the CPU, got {source.layout} on {source.device}; "
-            "call source.cpu() or source.to_dense() first"
-        )
     table = HostTable.empty(tuple(source.shape), source.dtype)
     table.rows.copy_(source.detach())
     return table
+
+
+def _check_dense(source: torch.Tensor) -> None:
+    found, remedy = f"{source.layout} on {source.device}", "source.cpu() or source.to_dense()"
+    if source.is_nested:
+        found, remedy = "a nested one", "torch.nested.to_padded_tensor(source, 0.0)"
+    elif source.is_quantized:
+        found, remedy = f"{source.dtype}", "source.dequantize() or source.int_repr()"
+    elif source.device.type == "cpu" and source.layout == torch.strided:
+        return
+    raise TypeError(f"source: expected a dense tensor on the CPU, got {found}; call {remedy} first")
+
+
+def _refuse_fake(source: Any = None) -> None:
+    """Refuse to make a table of fake tensors, or where all tensors are fake."""
+    new = torch.empty(0, dtype=torch.uint8, device="cpu")  # fake within such a mode
+    if isinstance(source, FakeTensor) or isinstance(new, FakeTensor):
+        raise RuntimeError(
+            "a table has memory or a file, and fake tensors have neither: make it outside of a "
+            "FakeTensorMode, and before a captured step (penstock.capture, penstock.fit)"
+        )
 
 
 def _check_cache(table: HostTable | FileTable) -> None:
@@ -153,10 +177,13 @@ def empty(
         CapacityError: There is not enough memory.
         StoreError: The file cannot be made.
     """
+    _refuse_fake()
     lengths = _parse_shape(shape)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: expected one of torch, such as torch.float32")
+    if dtype in _QUANTIZED:
+        raise TypeError(f"dtype={dtype}: numbers without their scales; give the integers' dtype")
     if path is not None:
         file = create_table(path, lengths, dtype).path
         return unify(file, device=device, requires_grad=requires_grad)
@@ -165,9 +192,10 @@ def empty(
 
 
 def _parse_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(shape, int) or not all(isinstance(each, int | np.integer) for each in shape):
+    given: tuple[Any, ...] = tuple(shape) if isinstance(shape, Iterable) else (None,)
+    if not all(isinstance(each, int | np.integer) for each in given):
         raise TypeError(f"shape={shape!r}: expected integers (num_rows, *row)")
-    lengths = tuple(int(length) for length in shape)
+    lengths = tuple(int(length) for length in given)
     if not lengths or min(lengths) < 0:
-        raise ValueError(f"shape={tuple(shape)}: expected (num_rows, *row), none of them negative")
+        raise ValueError(f"shape={lengths}: expected (num_rows, *row), none of them negative")
     return lengths
