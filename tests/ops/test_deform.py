@@ -319,6 +319,7 @@ def test_autocast_and_flops():
         ({"padding": (1, 2, 3)}, ValueError, "padding is"),
         ({"bound": -1.0}, ValueError, "bound is -1"),
         ({"bound": float("nan")}, ValueError, "bound is nan"),
+        ({"bound": "8"}, ValueError, "bound is '8'"),
         ({"square": True, "offset": torch.zeros(1, 1, 4, 5)}, ValueError, "square is true"),
         ({"offset": torch.zeros(1, 18, 5, 5, device="meta")}, ValueError, "on one device"),
     ],

@@ -58,6 +58,22 @@ def test_activations_that_cannot_be_fitted_are_refused():
         GroupRational(2, activation="relu")
     with pytest.raises(ValueError, match=r"not finite, elementwise, between -4\.0 and 4\.0"):
         GroupRational(2, activation=torch.log)
+    for interval in ((1.0,), (1.0, 1.0), (2.0, float("inf")), 3.0):
+        with pytest.raises(ValueError, match=r"interval is .*, but must be two finite numbers"):
+            GroupRational(2, interval=interval)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: unfold_windows(None, 3), "x is a NoneType, but must be a tensor"),
+        (lambda: group_rational([1.0], torch.ones(1, 2), torch.ones(1, 1)), "x is a list"),
+        (lambda: deform_conv2d([1.0], torch.ones(1), torch.ones(1)), "input is a list"),
+    ],
+)
+def test_operands_that_are_no_tensors_are_refused(call, message: str):
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 def test_gradients_of_one_operand_alone_are_those_of_both():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import pickle
 
 import numpy as np
 import pytest
@@ -227,6 +228,15 @@ def test_modules_learn_and_keep_their_coefficients():
     assert torch.equal(other(x), module(x))
     assert module(x.bfloat16()).dtype == torch.bfloat16
     assert "numerator_degree=3" in repr(module)
+
+
+def test_modules_of_any_function_can_be_pickled_and_begin_again():
+    module = GroupRational(2, activation=lambda x: x)
+    begun = module.numerator.detach().clone()
+    other = pickle.loads(pickle.dumps(module))
+    torch.nn.init.zeros_(other.numerator)
+    other.reset_parameters()
+    assert torch.equal(other.numerator, begun)
 
 
 def test_flops_are_two_and_six_of_a_coefficient():

@@ -21,11 +21,13 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is not of floating-point numbers that the operators know.
+    """Refuse what is no tensor of floating-point numbers that the operators know.
 
     Raises:
-        TypeError: The dtype is another.
+        TypeError: It is something else, or of another dtype.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a tensor")
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{name} has the dtype {tensor.dtype}, but must have one of "

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from penstock.compat.autograd import autocast_dtype
-from penstock.ops._operands import check_operand, check_together, read_integers, sum_dtype
+from penstock.ops._operands import (
+    check_dtype,
+    check_operand,
+    check_together,
+    read_integers,
+    sum_dtype,
+)
 from penstock.ops.deform._operator import deform_forward
 from penstock.ops.deform._shapes import DeformGeometry, count_taps
 
@@ -87,6 +93,8 @@ def _convolve(
     bound: float | None,
     square: bool,
 ) -> Tensor:
+    for name, each in (("input", input), ("weight", weight)):
+        check_dtype(name, each)
     input, weight, bias = _cast(input, weight, bias)
     _check_dtypes(input, weight, bias, offset, mask)
     _check_shapes(input, weight, bias, geometry)
@@ -95,8 +103,8 @@ def _convolve(
         offset = _widen(offset, input, weight, size)
     _check_offsets(input, offset, mask, weight, size)
     if bound is not None:
-        if not bound >= 0:
-            raise ValueError(f"bound is {bound}, but must be at least 0, or None for no bound")
+        if isinstance(bound, str) or not bound >= 0:
+            raise ValueError(f"bound is {bound!r}, but must be at least 0, or None for no bound")
         offset = offset.clamp(-bound, bound)
         geometry = dataclasses.replace(geometry, reach=math.ceil(min(bound, _MOST_PIXELS)))
     return deform_forward(input, offset, weight, bias, mask, geometry.numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -34,13 +35,14 @@ def fit(
 
     Raises:
         TypeError: `activation` is no function of tensors.
-        ValueError: It does not have a finite number for each point.
+        ValueError: It does not have a finite number for each point, or `interval` has no two ends.
     """
     if not callable(activation):
         raise TypeError(
             f"activation is {activation!r}, but must be a function of a tensor: pass "
             "torch.nn.functional.gelu, for example"
         )
+    _check_interval(interval)
     points = torch.linspace(*interval, _NUM_POINTS, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         values = activation(points).double()
@@ -60,6 +62,18 @@ def fit(
     best = candidates[int(torch.stack(errors).argmin())]
     best = _refine(best, powers, roots, values)
     return best[: numerator_degree + 1], best[numerator_degree + 1 :].abs()
+
+
+def _check_interval(interval: tuple[float, float]) -> None:
+    try:
+        begin, end = map(float, interval)
+        is_right = begin < end and math.isfinite(end - begin)
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            f"interval is {interval!r}, but must be two finite numbers, the first the smaller"
+        )
 
 
 def _solve(columns: Tensor, values: Tensor, num_free: int) -> Tensor:

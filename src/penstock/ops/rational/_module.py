@@ -49,7 +49,7 @@ class GroupRational(torch.nn.Module):
 
     Raises:
         TypeError: A number is no int, or `activation` no function.
-        ValueError: There are no groups, or a degree is negative.
+        ValueError: There are no groups, a degree is negative, or `interval` has no two ends.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class GroupRational(torch.nn.Module):
         numerator_degree = parse_count(numerator_degree, name="numerator_degree")
         denominator_degree = parse_count(denominator_degree, name="denominator_degree")
         self.num_groups = num_groups
-        self._begin = (activation, numerator_degree, denominator_degree, interval)
+        # Numbers, not the activation: a module with a lambda could not be pickled.
+        self._begin = fit(activation, numerator_degree, denominator_degree, interval)
         make = {"device": device, "dtype": dtype}
         self.numerator = torch.nn.Parameter(torch.empty(num_groups, numerator_degree + 1, **make))
         self.denominator = torch.nn.Parameter(torch.empty(num_groups, denominator_degree, **make))
@@ -77,7 +78,7 @@ class GroupRational(torch.nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Let all groups begin as the activation."""
-        numerator, denominator = fit(*self._begin)
+        numerator, denominator = self._begin
         self.numerator.copy_(numerator.expand(self.num_groups, -1))
         self.denominator.copy_(denominator.expand(self.num_groups, -1))
 
