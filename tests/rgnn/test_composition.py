@@ -8,6 +8,9 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import penstock
@@ -158,3 +161,124 @@ def test_a_graph_made_in_inference_mode_can_be_trained_on():
         found = torch.autograd.grad(function(graph, *arguments).sum(), arguments)
         expected = torch.autograd.grad(function(GRAPH, *arguments).sum(), arguments)
         assert_same(list(found), list(expected))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_numbers_that_are_negated_later_are_read_negated(backend):
+    function = rgnn.compile(LAYER_FUNCTIONS["rgat"].__wrapped__, backend=backend)
+    x, *rest = (argument.detach() for argument in layer_arguments("rgat", GRAPH))
+    seed = torch.randn_like(function(GRAPH, x, *rest))
+    found, expected = [], []
+    for results, sign in ((found, torch._neg_view), (expected, torch.neg)):
+        leaf = x.clone().requires_grad_()
+        result = function(GRAPH, sign(leaf), *map(sign, rest))
+        results += [result, *torch.autograd.grad(result, leaf, sign(seed))]
+    assert_same(found, expected)
+
+
+def _list_second_derivatives(function):
+    """Yield second derivatives by functions that pass over what does not depend on x."""
+    x, *rest = (argument.detach() for argument in layer_arguments("rgcn", GRAPH))
+    functional = torch.autograd.functional
+
+    def loss(x):
+        return function(GRAPH, x, *rest).tanh().sum()
+
+    def penalty():
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        gradient.square().sum().backward(inputs=[leaf])
+
+    yield lambda: functional.hvp(loss, x, x)
+    yield lambda: functional.jvp(lambda x: function(GRAPH, x, *rest), x, x)
+    yield penalty
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_second_derivative_is_an_error_and_never_zero(place):
+    second = list(_list_second_derivatives(LAYER_FUNCTIONS["rgcn"]))[place]
+    with pytest.raises(RuntimeError, match="differentiable once, not twice"):
+        second()
+
+
+def test_a_gradient_of_hgt_with_create_graph_may_be_used():
+    model, x = model_of("hgt"), features(N)
+    found = []
+    for create_graph in (False, True):
+        leaf = x.clone().requires_grad_()
+        result = apply(model.layer, leaf, GRAPH).square().sum()
+        found.append(torch.autograd.grad(result, leaf, create_graph=create_graph)[0].detach())
+    assert_same(found[:1], found[1:])
+
+
+def test_other_derivatives_and_records_are_refused():
+    function, arguments = LAYER_FUNCTIONS["rgat"], layer_arguments("rgat", GRAPH)
+    x, *rest = (argument.detach() for argument in arguments)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="in forward mode"):
+        function(GRAPH, forward_ad.make_dual(x, x), *rest)
+    with pytest.raises(RuntimeError, match=r"traced by torch\.jit"):
+        torch.jit.trace(lambda x: function(GRAPH, x, *rest), (x,))
+    result = function(GRAPH, *arguments)
+    seeds = torch.ones(2, *result.shape, dtype=result.dtype)
+    with pytest.raises(RuntimeError, match="batched by autograd"):
+        torch.autograd.grad(result, arguments[0], seeds, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_tensors_are_refused(convert):
+    layer = rgnn.RGCNConv(DIM, 4, RELATIONS)
+    with pytest.raises(ValueError, match=r"x must be a dense tensor.*to_dense"):
+        layer(convert(features(N).float()), GRAPH)
+    with pytest.raises(ValueError, match="edge_index must be a dense tensor"):
+        layer(features(N).float(), convert(GRAPH.edge_index), GRAPH.edge_type)
+
+
+def test_what_is_recorded_is_the_program():
+    """Without a call before: a graph builds its indices outside of what is recorded."""
+    graph, x = graph_of_size(N, 60, seed=3), features(N)
+    layer = model_of("rgat").layer
+    recorded = make_fx(lambda x: layer(x, graph))(x)
+    assert torch.equal(recorded(2 * x), layer(2 * x, graph))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        edges = mode.from_tensor(graph.edge_index)
+        assert layer(mode.from_tensor(x), graph).shape == layer(x, graph).shape
+        with pytest.raises(ValueError, match="edge_index is a fake tensor"):
+            layer(x, edges, graph.edge_type)
+    assert graph.stats() == graph_of_size(N, 60, seed=3).stats()
+
+
+def test_planned_steps_have_the_losses_of_eager_ones():
+    """Each layer has a graph of its own, of one size: in an arena one lies where another did."""
+    graphs = [graph_of_size(N, 60, seed=seed) for seed in range(2)]
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(rgnn.RGCNConv(DIM, DIM, RELATIONS) for _ in graphs)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer, graph in zip(self.layers, graphs, strict=True):
+                x = torch.tanh(layer(x, graph))
+            return x
+
+    def run(is_planned: bool) -> list[float]:
+        torch.manual_seed(0)
+        x, model = features(N).float(), Layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss_of(output: torch.Tensor, _: object = None) -> torch.Tensor:
+            return output.square().mean()
+
+        def step(batch: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(batch))
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        if is_planned:
+            memory = {"device_memory": "1MiB", "time_limit": 0.5}
+            step = penstock.fit(model, optimizer, x, loss=loss_of, **memory)
+        return [float(step(x).detach()) for _ in range(2)]
+
+    assert run(is_planned=True) == run(is_planned=False)

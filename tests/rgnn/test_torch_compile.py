@@ -114,6 +114,14 @@ def test_edges_by_type_need_no_graph():
         torch.testing.assert_close(h, layer(x, edges)[name])
 
 
+def test_edges_with_features_need_no_graph():
+    graph, x = graph_of_size(12, 60), torch.randn(12, DIM)
+    layer = rgnn.RGATConv(DIM, 4, RELATIONS, heads=2, edge_dim=3)
+    arguments = (x, graph.edge_index, graph.edge_type, torch.randn(60, 3))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*arguments), layer(*arguments))
+
+
 def test_edges_that_change_in_place_are_read_anew():
     model = model_of("rgcn")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

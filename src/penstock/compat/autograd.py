@@ -72,6 +72,22 @@ def count_node_hooks(parameter: torch.Tensor) -> int:
     return count
 
 
+def find_leaves(node: Any) -> list[torch.Tensor]:
+    """Return the leaves that an autograd node's inputs were computed from."""
+    leaves: list[torch.Tensor] = []
+    seen: set[Any] = {None}
+    waiting = [node]
+    while waiting:
+        found = waiting.pop()
+        if found in seen:
+            continue
+        seen.add(found)
+        if type(found).__name__ == "AccumulateGrad":
+            leaves.append(found.variable)
+        waiting += [each for each, _ in found.next_functions]
+    return leaves
+
+
 def will_accumulate(leaf: torch.Tensor) -> bool:
     """Return whether the backward pass that this thread is in adds to a leaf's `.grad`.
 

@@ -2,7 +2,9 @@
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils._python_dispatch
@@ -12,6 +14,8 @@ from torch.utils._mode_utils import no_dispatch as no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 DispatchKey = torch._C.DispatchKey
 
@@ -69,3 +73,43 @@ def give_memory(fake: torch.Tensor, real: torch.Tensor) -> None:
     fake.__class__, real.__class__ = real.__class__, fake.__class__
     fake.__dict__, real.__dict__ = real.__dict__, fake.__dict__
     torch._C._swap_tensor_impl(fake, real)
+
+
+def is_dispatched(value: object) -> bool:
+    """Return whether a value is a tensor whose class computes operators, such as a fake one.
+
+    It need not have memory.
+    """
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is many that `torch.autograd.grad(is_grads_batched=True)` made."""
+    return dispatch_keys(tensor).has(_BATCHED)
+
+
+_BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def outside_modes(function: _Function) -> _Function:
+    """Make a function run outside of the modes that record or fake operators."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not is_recorded():
+            return function(*args, **kwargs)
+        with no_dispatch():
+            return function(*args, **kwargs)
+
+    return cast("_Function", run)
+
+
+def is_recorded() -> bool:
+    """Return whether operators are recorded or faked: by make_fx, export, fake tensors or the like.
+
+    Modes that only watch, such as one that counts bytes, do not.
+    """
+    return any(getattr(mode, "_mode_key", None) is not None for mode in current_modes())

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from penstock.compat.dispatch import are_functorch_transforms_active
+from penstock.compat.dispatch import is_dispatched, is_recorded
 from penstock.rgnn import _custom_ops
-from penstock.rgnn._compiled_program import CompiledProgram
+from penstock.rgnn._compiled_program import CompiledProgram, refuse_transforms
 from penstock.rgnn._explain import Explanation, explain
 from penstock.rgnn.backends import BACKENDS, choose_dtype, load_backend, resolve
 from penstock.rgnn.frontend.arguments import (
@@ -131,17 +131,16 @@ class CompiledFunction:
         Raises:
             TraceError: The function does what cannot be compiled; the message shows the line.
             ValueError: A tensor's rows, dtype or device do not fit the graph.
-            RuntimeError: A transform of `torch.func` is active.
+            RuntimeError: A transform of `torch.func`, a derivative in forward mode or
+                `torch.jit.trace` is active.
         """
         arguments = bind_arguments(self._signature, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return _custom_ops.call(self._registered.name, graph, arguments)
         _custom_ops.check_graph(graph)
-        if are_functorch_transforms_active():
-            raise RuntimeError(
-                "a compiled program cannot be transformed by torch.func (grad, vmap, jacrev, ...); "
-                "use what the function's to_torch() returns"
-            )
+        refuse_transforms(arguments)
+        if is_recorded() or any(map(is_dispatched, arguments)):
+            return _custom_ops.call(self._registered.name, graph, arguments)
         device = graph.device
         is_autocast = torch.is_autocast_enabled(device.type)
         kinds = describe(arguments)

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from penstock.compat.autograd import find_leaves, has_tangent
+from penstock.compat.dispatch import are_functorch_transforms_active, is_batched
 from penstock.rgnn.backends import Backend, Invocation, Results, choose_dtype, load_backend
 from penstock.rgnn.graph import Graph
 from penstock.rgnn.passes import OptimizedProgram, name_seed
@@ -82,6 +84,30 @@ class CompiledProgram:
         return tuple(result.to(dtype) for result in results), kept
 
 
+def refuse_transforms(values: Sequence[Any]) -> None:
+    """Refuse a call that something else than autograd differentiates, batches or records.
+
+    Args:
+        values: The arguments of the call; tensors and others.
+
+    Raises:
+        RuntimeError: A transform of `torch.func`, a derivative in forward mode or `torch.jit.trace`
+            is active, each of which would see none of the program.
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if are_functorch_transforms_active() or any(map(is_batched, tensors)):
+        found = "transformed by torch.func (grad, vmap, jacrev, ...) or batched by autograd"
+    elif any(map(has_tangent, tensors)):
+        found = "differentiated in forward mode (torch.autograd.forward_ad)"
+    elif torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        found = "traced by torch.jit"
+    else:
+        return
+    raise RuntimeError(
+        f"a compiled program cannot be {found}; use what the function's to_torch() returns"
+    )
+
+
 class _ProgramFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -95,21 +121,25 @@ class _ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_transforms(gradients)
         program: CompiledProgram = ctx.program
         tensors, num_saved = ctx.saved_tensors, len(program.saved)  # a checkpoint unpacks them once
         with torch.no_grad():
             found = program.backward(ctx.graph, tensors[:num_saved], tensors[num_saved:], gradients)
         if torch.is_grad_enabled():  # create_graph=True: an error at its use
-            marker = torch.empty(0, dtype=torch.float32, requires_grad=True, device="cpu")
-            found = [None if one is None else _Once.apply(one, marker) for one in found]
+            of = (*gradients, *tensors[:num_saved], *find_leaves(ctx))
+            found = [None if one is None else _Once.apply(one, *of) for one in found]
         return None, None, *found
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that can be used, but not differentiated."""
+    """A gradient that can be used, but not differentiated.
+
+    It takes what it was computed from, so that no search for a derivative passes it by.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, marker: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gradient: torch.Tensor, *of: torch.Tensor | None) -> torch.Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod

@@ -59,11 +59,11 @@ class Backend(abc.ABC):
 
 
 def enter_arguments(program: Program, invocation: Invocation) -> dict[int, torch.Tensor]:
-    """Return the arguments of a run as rows, by position."""
+    """Return the arguments of a run as rows, by position, with their numbers in memory."""
     arguments = invocation.arguments
     return {
         position: interpreter.enter(
-            invocation.graph, program.nodes[position].space, arguments[name].detach()
+            invocation.graph, program.nodes[position].space, arguments[name].detach().resolve_neg()
         )
         for name, position in program.inputs().items()
         if name in arguments

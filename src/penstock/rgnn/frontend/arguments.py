@@ -24,6 +24,7 @@ class TensorKind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    layout: torch.layout
 
 
 class Constant(NamedTuple):
@@ -76,7 +77,7 @@ def bind_arguments(
 def describe(arguments: Iterable[Any]) -> tuple[Kind, ...]:
     """Describe arguments by what decides how a call runs; `check_constants` checks them."""
     return tuple(
-        TensorKind(value.shape, value.dtype, value.device, value.requires_grad)
+        TensorKind(value.shape, value.dtype, value.device, value.requires_grad, value.layout)
         if isinstance(value, torch.Tensor)
         else Constant(type(value), value if isinstance(value, _SCALARS) else None)
         for value in arguments
@@ -104,6 +105,11 @@ def check_tensors(
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} must be floating-point; it has dtype {tensor.dtype}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{name} must be a dense tensor; it has the layout {tensor.layout}. Convert with "
+                ".to_dense()"
+            )
         if tensor.device != device:
             raise ValueError(
                 f"{name} is on {tensor.device} and the graph on {device}; "

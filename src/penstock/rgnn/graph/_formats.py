@@ -14,6 +14,8 @@ from typing import IO, Any, NoReturn
 import numpy as np
 import torch
 
+from penstock.compat.fake_tensors import FakeTensor
+
 # A literal may have blanks and escaped quotes; nothing else ends a statement before its full stop.
 _NODE = r"<[^<>]*>|_:[^\s<>\"]+"
 _LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[\w-]+|\^\^<[^<>]*>)?'
@@ -41,6 +43,17 @@ def check_integers(name: str, value: object) -> None:
         )
     if value.dtype not in _INTEGERS:
         raise TypeError(f"{name} must hold integers; got {value.dtype}. Convert with .long()")
+    if isinstance(value, FakeTensor):
+        raise ValueError(
+            f"{name} is a fake tensor, without numbers to make a graph of, as penstock.capture, "
+            "torch.export and make_fx give them to a model: make a penstock.rgnn.Graph of the "
+            "edges outside of what they record, and give that to the layer"
+        )
+    if value.layout is not torch.strided:
+        raise ValueError(
+            f"{name} must be a dense tensor; got the layout {value.layout}. Of a sparse matrix, "
+            "pass coalesce().indices()"
+        )
 
 
 def read_pyg(data: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.compat.dispatch import is_dispatched, outside_modes
 from penstock.rgnn import spaces
 from penstock.rgnn.graph._formats import GraphNames, check_integers, read_pyg, read_triples
 from penstock.rgnn.graph._indices import GraphTensors, Indices, dtype_for
@@ -99,6 +100,7 @@ class Graph(Indices):
         ValueError: A shape does not fit, or an id is out of range; the message names it.
     """
 
+    @outside_modes
     def __init__(
         self,
         edge_index: torch.Tensor,
@@ -315,7 +317,7 @@ def find_graph(made_from: GraphTensors) -> Graph:
         return made_from  # pyright: ignore[reportReturnType]
     make = functools.partial(Graph, **made_from._asdict())
     edge_index, edge_type, node_type, *numbers = made_from
-    if not (isinstance(edge_index, torch.Tensor) and isinstance(edge_type, torch.Tensor)):
+    if not (_has_memory(edge_index) and _has_memory(edge_type)):
         return make()  # which raises the error
     graph = _living.get(edge_index.untyped_storage()._cdata)
     if graph is not None:
@@ -324,18 +326,36 @@ def find_graph(made_from: GraphTensors) -> Graph:
     return remember_graph(tensors, tuple(numbers), make)
 
 
+def _has_memory(value: object) -> bool:
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_dense and not is_dispatched(value)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RememberedGraph:
     """A graph, with the storages and versions of the tensors that it was made from."""
 
     storages: tuple[weakref.ref[torch.UntypedStorage], ...]
     versions: tuple[int, ...]
+    copies: tuple[torch.Tensor | None, ...]
+    """Of tensors in larger memory, such as an arena, which writes its values uncounted."""
     graph: Graph
 
     @property
     def is_outlived(self) -> bool:
         """True if a tensor that it was made from is gone."""
         return any(storage() is None for storage in self.storages)
+
+    def is_made_from(self, tensors: Sequence[torch.Tensor], versions: tuple[int, ...]) -> bool:
+        """Return whether it is the graph of tensors that lie where its own did."""
+        if self.versions != versions or self.is_outlived:
+            return False
+        pairs = zip(tensors, self.copies, strict=True)
+        return all(copy is None or torch.equal(tensor, copy) for tensor, copy in pairs)
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 _remembered: OrderedDict[tuple[Any, ...], _RememberedGraph] = OrderedDict()
@@ -349,7 +369,8 @@ def remember_graph(
 
     Args:
         tensors: The tensors that the graph is made from. A change in place is noticed by torch's
-            version counter, so not if it goes through `.data` or NumPy.
+            version counter, or in memory that is larger than the tensor by comparison; so not if
+            it goes through `.data` or NumPy.
         numbers: Everything else that decides about it.
         make: Makes the graph.
     """
@@ -360,16 +381,17 @@ def remember_graph(
     versions = tuple(tensor._version for tensor in tensors)
     with _lock:
         known = _remembered.get(key)
-        if known is not None and known.versions == versions and not known.is_outlived:
+        if known is not None and known.is_made_from(tensors, versions):
             _remembered.move_to_end(key)
             return known.graph
+    copies = tuple(tensor.clone() if _is_part(tensor) else None for tensor in tensors)
     graph = make()
     # An address names a storage only as long as the weak reference is held.
     storages = tuple(weakref.ref(tensor.untyped_storage()) for tensor in tensors)
     with _lock:
         for old in [old for old, known in _remembered.items() if known.is_outlived]:
             del _remembered[old]
-        _remembered[key] = _RememberedGraph(storages, versions, graph)
+        _remembered[key] = _RememberedGraph(storages, versions, copies, graph)
         _remembered.move_to_end(key)
         if len(_remembered) > _NUM_REMEMBERED:
             _remembered.popitem(last=False)

@@ -15,20 +15,26 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from penstock._lazy import cached_property
+from penstock.compat.dispatch import outside_modes
 from penstock.rgnn import spaces
 from penstock.rgnn.spaces import Counts, RowMap, Space
 
 _INT32_MAX = 2**31 - 1
-_outside_inference_mode = torch.inference_mode(False)
 _Build = TypeVar("_Build", bound=Callable[..., Any])
+
+
+def _make_plain(build: _Build) -> _Build:
+    """Make a function give plain tensors in inference mode and where operators are recorded."""
+    return torch.inference_mode(False)(outside_modes(build))
 
 
 def build_once(build: _Build) -> _Build:
     """Make a function or method keep its results in its first argument, such as a graph.
 
-    They are plain tensors even if the first use of one is in inference mode.
+    They are plain tensors even if the first use of one is in inference mode, or while operators
+    are recorded.
     """
-    build_outside: Any = _outside_inference_mode(build)
+    build_outside: Any = _make_plain(build)
 
     @functools.wraps(build)
     def read(owner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,10 +74,15 @@ class GraphTensors(NamedTuple):
         """The device of the graph."""
         return self.edge_index.device
 
+    @property
+    def num_edges(self) -> int:
+        """Number of edges."""
+        return self.edge_index.shape[1]
+
     def rows(self, space: Space) -> int:
         """Return the number of rows in a space that arguments and results can have."""
         is_edge = space is Space.EDGE
-        return self.edge_index.shape[1] if is_edge else getattr(self, spaces.COUNT_OF[space])
+        return self.num_edges if is_edge else getattr(self, spaces.COUNT_OF[space])
 
 
 class Indices:
@@ -105,7 +116,7 @@ class Indices:
         )
 
     @cached_property
-    @_outside_inference_mode
+    @_make_plain
     def edge_order(self) -> torch.Tensor:
         """The given number of each edge in the internal order; integers, (num_edges,)."""
         # The product is below 2**63 for any graph that fits into memory.
@@ -151,7 +162,7 @@ class Indices:
         return tuple(compute_offsets(self.group_sizes(row_map).cpu()).tolist())
 
     @cached_property
-    @_outside_inference_mode
+    @_make_plain
     def nodes_by_type(self) -> torch.Tensor | None:
         """Nodes sorted by type; None where they already are, so that nothing need be permuted."""
         node_type = self._tensors.node_type
@@ -185,13 +196,13 @@ class Indices:
         return torch.bincount(self.index(row_map), minlength=num_targets)
 
     @cached_property
-    @_outside_inference_mode
+    @_make_plain
     def _by_src_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`relation * num_nodes + source` of all edges in ascending order, and the edges so."""
         return torch.sort(self._build_pair_keys(spaces.EDGE_SRC), stable=True)
 
     @cached_property
-    @_outside_inference_mode
+    @_make_plain
     def _src_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Unique `relation * num_nodes + source` in ascending order, and each edge's place there.
 
@@ -202,7 +213,7 @@ class Indices:
         return unique, torch.empty_like(place).index_copy_(0, edges, place)
 
     @cached_property
-    @_outside_inference_mode
+    @_make_plain
     def _dst_pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The same of destinations, by which the edges are in order."""
         return torch.unique_consecutive(self._build_pair_keys(spaces.EDGE_DST), return_inverse=True)
@@ -222,7 +233,7 @@ class Indices:
         return pair_of_edge.to(dtype_for(len(key)))
 
     @cached_property
-    @_outside_inference_mode
+    @_make_plain
     def _relation_types(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Node type at the source and the destination of each relation; None if not unique."""
         of_relation = []

@@ -270,6 +270,9 @@ class _Lerp(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = gradients
         x, out, gate = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            of_gate = ((out - x) * gradient).sum().reshape_as(gate)
+            return gradient * (1 - gate), gradient * gate, of_gate
         buffer = out - x
         of_gate = buffer.mul_(gradient).sum().reshape_as(gate)
         return gradient * (1 - gate), torch.mul(gradient, gate, out=buffer), of_gate
