@@ -258,3 +258,10 @@ def test_a_machine_without_a_compiler_is_told_once(monkeypatch, caplog):
         ]
     finally:
         _dropout._library.cache_clear()
+
+
+def test_rows_that_are_negated_later_are_masked_negated():
+    rows = torch.randn(6, 16)
+    mask = Mask(seed=3, probability=0.3)
+    found = mask.select(torch._neg_view(rows), 0, torch.empty(6, 16))
+    assert torch.equal(found, mask.select(-rows, 0, torch.empty(6, 16)))

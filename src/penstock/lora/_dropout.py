@@ -116,6 +116,8 @@ def _call_native(
     """Mask rows in C++; False where that is not possible."""
     if source.device.type != "cpu" or source.stride(-1) != 1 or target.stride(-1) != 1:
         return False
+    if source.is_neg():
+        return False
     library = _library()
     if library is None:
         return False

@@ -1,10 +1,12 @@
 """Checkpoints: the same bits after resuming, adapters for stock PEFT, and never half of one."""
 
 import copy
+import datetime
 import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -233,3 +235,30 @@ def test_restore_refuses_what_would_have_other_bits(tmp_path, base):
         add_job(jobs, "other", num_steps=2)
         with pytest.raises(ValueError, match=r"has the jobs \['plain'\]; added are \['other'\]"):
             jobs.restore(tmp_path)
+
+
+class DatedSchedule(torch.optim.lr_scheduler.ConstantLR):
+    """A schedule whose state has an object that is not loaded as weights are."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "made": datetime.date(2020, 1, 1)}
+
+
+def test_rates_of_numpy_are_restored_and_what_could_not_be_is_refused(tmp_path, base):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 9))
+
+    for is_resumed in (False, True):
+        with Jobs(base, max_tokens=128) as jobs:
+            add_job(jobs, "plain", num_steps=2, schedule=schedule)
+            if is_resumed:
+                jobs.restore(tmp_path)
+                assert jobs.report().jobs[0].num_steps == 1
+                continue
+            jobs.step()
+            jobs.save(tmp_path)
+    with Jobs(base, max_tokens=128) as jobs:
+        add_job(jobs, "plain", num_steps=2, schedule=DatedSchedule)
+        with pytest.raises(ValueError, match="job 'plain': the state of its optimizer or schedule"):
+            jobs.save(tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())

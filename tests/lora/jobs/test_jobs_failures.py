@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from _jobs_cases import JOBS, adamw, add_job, have_same_bits, make_data, results_of, weights_of
+from penstock.lora import fuse
 from penstock.lora.jobs import Jobs
 
 STEPS = 6
@@ -290,3 +291,53 @@ def test_one_base_serves_four_jobs_without_a_copy(base):
             add_job(jobs, name)
         adapters = {id(each) for job in jobs._jobs.values() for each in job.parameters}
         assert {id(each) for each in base.parameters()} == first | adapters
+
+
+def set_scaling(peft_model):
+    for layer in peft_model.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_scale("plain", 5.0)
+
+
+def replace_parameters(peft_model):
+    for layer in peft_model.modules():
+        if "plain" in getattr(layer, "lora_A", ()):
+            layer.lora_A["plain"].weight = torch.nn.Parameter(layer.lora_A["plain"].weight * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda peft_model: peft_model.merge_adapter(), r"merged.*unmerge_adapter\(\) first"),
+        (lambda peft_model: peft_model.delete_adapter("plain"), "no longer has its adapter"),
+        (lambda peft_model: peft_model.unload(), "no longer has its adapter"),
+        (set_scaling, "has the scaling"),
+        (replace_parameters, "other parameters in place"),
+    ],
+)
+def test_adapters_that_are_changed_through_peft_are_refused(llama, change, message, tmp_path):
+    with Jobs(llama, max_tokens=128) as jobs:
+        add_job(jobs, "plain", num_steps=2)
+        change(jobs.peft_model)
+        for go_on in (jobs.step, lambda: jobs.save(tmp_path)):
+            with pytest.raises(ValueError, match=message):
+                go_on()
+
+
+def test_fused_layers_are_refused_with_the_remedy(llama):
+    with Jobs(llama, max_tokens=128) as jobs:
+        add_job(jobs, "plain", num_steps=2)
+        fuse(jobs.peft_model)
+        with pytest.raises(ValueError, match=r"unfuse\(jobs.peft_model\) first"):
+            add_job(jobs, "other")
+
+
+def test_a_base_that_is_changed_is_reported(llama):
+    with Jobs(llama, max_tokens=128) as jobs:
+        add_job(jobs, "plain", num_steps=2)
+        jobs.step()
+        assert jobs.report().is_exact
+        with torch.no_grad():
+            jobs.peft_model.get_base_model().lm_head.weight.mul_(1.1)
+        jobs.step()
+        assert "parameters of the base were changed" in str(jobs.report().inexact_reason)

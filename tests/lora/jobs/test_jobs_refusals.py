@@ -232,6 +232,8 @@ def test_a_name_is_given_once(jobs):
         ({"layer_replication": [(0, 1)]}, "layer_replication"),
         ({"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"}, "alora_invocation_tokens"),
         ({"r": 0}, "ranks"),
+        ({"lora_alpha": float("nan")}, "job 'bad': LoraConfig has the alphas"),
+        ({"init_lora_weights": 1}, "init_lora_weights=1"),
         ({"lora_dropout": 1.0}, r"lora_dropout=1.0"),
         ({"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens is a Embedding"),
     ],

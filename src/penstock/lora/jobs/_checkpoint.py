@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -83,7 +85,8 @@ def write_checkpoint(
         The folder of the new checkpoint.
 
     Raises:
-        ValueError: The latest checkpoint of the folder is another run's.
+        ValueError: The latest checkpoint of the folder is another run's, or a state is of objects
+            that could not be read back.
     """
     latest = path / "latest"
     if latest.exists() and latest.resolve() not in own:
@@ -100,11 +103,7 @@ def write_checkpoint(
     try:
         for job in jobs:
             write_adapter(peft_model, job, partial / job.name)
-            schedule = None if job.schedule is None else job.schedule.state_dict()
-            torch.save(
-                {"optimizer": job.optimizer.state_dict(), "schedule": schedule},
-                partial / f"{job.name}.pt",
-            )
+            _write_state(job, partial / f"{job.name}.pt")
         described = {job.name: describe_job(job) for job in jobs}
         text = json.dumps({"version": _VERSION, **header, "jobs": described}, indent=1)
         (partial / "jobs.json").write_text(text)
@@ -122,6 +121,36 @@ def write_checkpoint(
     _flush(path)
     _remove_others(path, folder)
     return folder
+
+
+def _write_state(job: TrainingJob, file: Path) -> None:
+    """Write the state of a job's optimizer and schedule, as `read_states` can read it.
+
+    Raises:
+        ValueError: It has objects that are not loaded as weights are.
+    """
+    schedule = None if job.schedule is None else job.schedule.state_dict()
+    state = {"optimizer": job.optimizer.state_dict(), "schedule": schedule}
+    torch.save(_without_numpy(state), file)
+    try:
+        torch.load(file, weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"job {job.name!r}: the state of its optimizer or schedule has objects that "
+            "torch.load(weights_only=True) does not read, so it could not be restored: keep "
+            f"numbers, texts and tensors in state_dict() ({error})"
+        ) from error
+
+
+def _without_numpy(state: Any) -> Any:
+    """Return a state with NumPy's scalars, such as rates of a formula, as numbers of Python."""
+    if isinstance(state, np.generic):
+        return state.item()
+    if type(state) is dict:
+        return {_without_numpy(key): _without_numpy(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_without_numpy, state))
+    return state
 
 
 def describe_job(job: TrainingJob) -> dict[str, Any]:
@@ -147,9 +176,15 @@ def _to_plain(value: Any) -> Any:
 
 
 def fingerprint_base(model: nn.Module) -> str:
-    """Return a hash of the base's parameters: names, shapes, and the first 64 numbers of each."""
+    """Return a hash of the base's parameters: names, shapes, and the first 64 numbers of each.
+
+    It is the same while the base has adapters.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        name = name.replace(".base_layer.", ".")
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         first = parameter.detach().flatten()[:64].to("cpu", torch.float32)
         digest.update(first.numpy().tobytes())

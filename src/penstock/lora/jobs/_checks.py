@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from penstock.lora._adapters import Adapter
 from penstock.lora.jobs._packed_model import list_dropouts
 
 if TYPE_CHECKING:
@@ -72,7 +75,8 @@ def check_config(job: str, config: Any) -> LoraConfig:
         raise ValueError(
             f"job {job!r}: LoraConfig({field.name}={value!r}) is not possible here: {remedy}"
         )
-    if config.init_lora_weights not in _INITIALISATIONS:
+    initialisation = config.init_lora_weights
+    if not isinstance(initialisation, bool | str) or initialisation not in _INITIALISATIONS:
         raise ValueError(
             f"job {job!r}: LoraConfig(init_lora_weights={config.init_lora_weights!r}) changes or "
             f"reads the base's weights; accepted are {_INITIALISATIONS}"
@@ -80,6 +84,11 @@ def check_config(job: str, config: Any) -> LoraConfig:
     ranks = [config.r, *(config.rank_pattern or {}).values()]
     if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
         raise ValueError(f"job {job!r}: LoraConfig has the ranks {ranks}; accepted are ranks >= 1")
+    alphas = [config.lora_alpha, *(config.alpha_pattern or {}).values()]
+    if not all(isinstance(alpha, int | float) and math.isfinite(alpha) for alpha in alphas):
+        raise ValueError(
+            f"job {job!r}: LoraConfig has the alphas {alphas}; accepted are finite numbers"
+        )
     if not 0 <= config.lora_dropout < 1:
         raise ValueError(
             f"job {job!r}: LoraConfig(lora_dropout={config.lora_dropout}); accepted are "
@@ -175,16 +184,64 @@ def check_adapter_layers(job: str, layers: dict[str, Any]) -> None:
     """
     from peft.tuners.lora.layer import Linear
 
+    from penstock.lora._fused_layer import FusedLayer
+
     for name, layer in layers.items():
         has_adapter = any(
             job in getattr(layer, part, ()) for part in ("lora_A", "lora_embedding_A")
         )
         if not has_adapter:
             continue
+        if isinstance(layer, FusedLayer):
+            raise ValueError(
+                f"job {job!r}: target module {name} is fused, which Jobs does by itself: call "
+                "penstock.lora.unfuse(jobs.peft_model) first"
+            )
         if type(layer) is not Linear or job in getattr(layer, "lora_variant", ()):
             base = type(layer.base_layer).__name__
             raise ValueError(
                 f"job {job!r}: target module {name} is a {base}, with adapters of the kind "
                 f"{type(layer).__name__}; accepted are linear layers with plain LoRA: leave it out "
                 "of target_modules, or train that job with stock PEFT"
+            )
+
+
+def check_adapters_kept(job: str, adapters: Mapping[str, Adapter], layers: dict[str, Any]) -> None:
+    """Refuse to go on with an adapter that the model no longer has as the job does.
+
+    Args:
+        job: Name of the job and of its adapter.
+        adapters: By layer the job's parameters.
+        layers: PEFT's LoRA layers by name.
+
+    Raises:
+        ValueError: Adapters are merged into the base, or a layer lacks the job's adapter or has
+            other parameters or another scaling in its place.
+    """
+    if merged := [name for name, layer in layers.items() if layer.merged]:
+        raise ValueError(
+            f"adapters are merged into the base (layer {merged[0]}), where job {job!r} would be "
+            "trained on top of them: call jobs.peft_model.unmerge_adapter() first"
+        )
+    for name, adapter in adapters.items():
+        layer = layers.get(name)
+        if layer is None or job not in layer.lora_A:
+            raise ValueError(
+                f"job {job!r}: layer {name} no longer has its adapter (delete_adapter, unload or "
+                "merge_and_unload of the PEFT model); remove the job"
+            )
+        if (
+            layer.lora_A[job].weight is not adapter.down
+            or layer.lora_B[job].weight is not adapter.up
+        ):
+            raise ValueError(
+                f"job {job!r}: layer {name} has other parameters in place of the adapter's, which "
+                "the job's optimizer does not hold; copy numbers into the adapter's, or remove the "
+                "job and add it again"
+            )
+        if float(layer.scaling[job]) != adapter.scaling:
+            raise ValueError(
+                f"job {job!r}: layer {name} has the scaling {float(layer.scaling[job])}, and the "
+                f"job is trained with {adapter.scaling}; set it back, or remove the job and add it "
+                "with another lora_alpha"
             )

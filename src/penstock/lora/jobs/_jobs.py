@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 from penstock.lora._adapters import Adapter
 from penstock.lora.jobs import _checkpoint
 from penstock.lora.jobs._checks import (
+    check_adapters_kept,
     check_base,
     check_config,
     check_name,
@@ -245,10 +246,12 @@ class Jobs:
             The progress of the jobs that were running, by name.
 
         Raises:
-            ValueError: The number is below 1.
+            ValueError: The number is below 1, or the model no longer has a running job's adapter as
+                it was added.
         """
         num_steps = parse_count(num_steps, name="num_steps", least=1)
         running = [job for job in self._jobs.values() if job.state == "running"]
+        self._check_adapters(running)
         self._watch_passes()
         run_steps(
             running,
@@ -352,11 +355,13 @@ class Jobs:
 
         Raises:
             ValueError: There is no job, or the folder's latest checkpoint is another run's, which
-                this `Jobs` neither wrote nor restored.
+                this `Jobs` neither wrote nor restored; the model no longer has a job's adapter; or
+                the state of an optimizer or schedule could not be restored.
         """
         if not self._jobs:
             raise ValueError("there is no job to save: add one first")
         jobs = tuple(self._jobs.values())
+        self._check_adapters(jobs)
         return _checkpoint.write_checkpoint(
             Path(path), self._header(), self._host.peft, jobs, self._own_checkpoints
         )
@@ -466,6 +471,11 @@ class Jobs:
             "base": self._base_hash,
         }
 
+    def _check_adapters(self, jobs: Iterable[TrainingJob]) -> None:
+        layers = self._packed.find_layers()
+        for job in jobs:
+            check_adapters_kept(job.name, job.adapters, layers)
+
     def _watch_passes(self) -> None:
         """Note it where passes are computed in other ways than those that were probed."""
         if self._inexact:
@@ -477,3 +487,5 @@ class Jobs:
                 f"rows were probed with {self._num_threads} threads, and passes run with "
                 f"{torch.get_num_threads()}"
             )
+        elif _checkpoint.fingerprint_base(self._base) != self._base_hash:
+            self._inexact = "parameters of the base were changed, as merging and unmerging does"
