@@ -233,14 +233,7 @@ def _choices(
     capacity = budget.device_bytes - case.graph.workspace_bytes
     is_crowded = (case.live_bytes > capacity) | any_eviction
     options_of_holes = _options(case, is_crowded)
-    # Bytes that may be live such that the evictions of this hole and of all later ones free enough.
-    room = np.full((len(options_of_holes) + 1, len(case.order)), capacity, dtype=np.int64)
-    for row, options in reversed(list(enumerate(options_of_holes))):
-        widest = options[0]._replace(
-            leaves=min(eviction.leaves for eviction in options),
-            returns=max(eviction.returns for eviction in options),
-        )
-        room[row] = room[row + 1] + _freed_bytes(case, widest)
+    room = _room(case, capacity, options_of_holes)
     sizes = [_evicted_bytes(case, options[0]) for options in options_of_holes]
     freed = [[_freed_bytes(case, each) for each in options] for options in options_of_holes]
 
@@ -256,14 +249,33 @@ def _choices(
         yield from choose(row + 1, live, returning, evictions)
         returning += sizes[row]
         for eviction, less in zip(options_of_holes[row], freed[row], strict=True):
-            reused = eviction.leaves, eviction.reused_by
-            if eviction.reused_by is not None and any(
-                (other.leaves, other.reused_by) == reused for other in evictions
-            ):
-                continue
-            yield from choose(row + 1, live - less, returning, [*evictions, eviction])
+            if not _shares_reuse(eviction, evictions):
+                yield from choose(row + 1, live - less, returning, [*evictions, eviction])
 
     yield from choose(0, case.live_bytes, 0, [])
+
+
+def _shares_reuse(eviction: Eviction, others: Sequence[Eviction]) -> bool:
+    """Return whether the place that an eviction leaves is reused by what reuses another one's."""
+    reused = eviction.leaves, eviction.reused_by
+    return eviction.reused_by is not None and any(
+        (other.leaves, other.reused_by) == reused for other in others
+    )
+
+
+def _room(case: _ReuseCase, capacity: int, options_of_holes: list[list[Eviction]]) -> np.ndarray:
+    """Return by hole and position the bytes that may be live before its evictions are chosen.
+
+    No evictions of this hole and of all later ones free enough of more.
+    """
+    room = np.full((len(options_of_holes) + 1, len(case.order)), capacity, dtype=np.int64)
+    for row, options in reversed(list(enumerate(options_of_holes))):
+        widest = options[0]._replace(
+            leaves=min(eviction.leaves for eviction in options),
+            returns=max(eviction.returns for eviction in options),
+        )
+        room[row] = room[row + 1] + _freed_bytes(case, widest)
+    return room
 
 
 def _options(case: _ReuseCase, is_crowded: np.ndarray) -> list[list[Eviction]]:
