@@ -16,6 +16,7 @@ was taken on, and waits for others only if `record_stream` has named them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import random
 import threading
@@ -29,7 +30,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 POISON = 0xFF  # every byte of memory that is given out: not a number, or -1
 
@@ -314,12 +314,37 @@ _AT_ONCE = {"set_", "resize_", "empty", "empty_like", "empty_strided", "new_empt
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+class Behaviour:
+    """Facts that an operator's schema tells of all its calls."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        name = schema.name.partition("::")[2]
+        self.writes = any(each.alias_info and each.alias_info.is_write for each in schema.arguments)
+        views = not self.writes and any(each.alias_info for each in schema.returns)
+        self.runs_at_once = views or name in _AT_ONCE
+        self.makes_empty = name.startswith(("empty", "new_empty"))
+        self.returns_operands = all(each.alias_info is not None for each in schema.returns)
+        gives_number = any("Tensor" not in str(each.type) for each in schema.returns)
+        has_effects = not (schema.returns or self.writes)
+        self.waits = bool(_WAITS & set(func.tags)) or has_effects or gives_number
+
+
+_behaviour_of = functools.cache(Behaviour)
+_results: dict[Any, Any] = {}  # tensors without content, by operator and forms of operands
+
+
 class Kernels(TorchDispatchMode):
     """Launches operators; returns tensors whose content comes later."""
 
     def __init__(self, cuda: SimulatedCuda) -> None:
         super().__init__()
         self._cuda = cuda
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and guarding every operator takes time."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -328,16 +353,14 @@ class Kernels(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs, schema, stream = kwargs or {}, func._schema, self._cuda.current_stream()
-        name = schema.name.partition("::")[2]
-        writes = any(each.alias_info and each.alias_info.is_write for each in schema.arguments)
-        views = not writes and any(each.alias_info for each in schema.returns)
-        if views or name in _AT_ONCE:
+        kwargs, behaviour = kwargs or {}, _behaviour_of(func)
+        if behaviour.runs_at_once:
             found = func(*args, **kwargs)
-            if name.startswith(("empty", "new_empty")) and found.device.type == "cpu":
-                return self._cuda.pool.empty(found, stream)
+            if behaviour.makes_empty and found.device.type == "cpu":
+                return self._cuda.pool.empty(found, self._cuda.current_stream())
             return found
-        if _WAITS & set(func.tags) or not (schema.returns or writes) or _plain(schema):
+        stream = self._cuda.current_stream()
+        if behaviour.waits:
             stream.synchronize()
             return func(*args, **kwargs)
         return self._launch(func, args, kwargs, stream)
@@ -346,31 +369,68 @@ class Kernels(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stream: Stream
     ) -> Any:
         pool = self._cuda.pool
-        late_args, late_kwargs = tree_map_only(torch.Tensor, pool.unowned, (args, kwargs))
-        returns = func._schema.returns
+        late_args, late_kwargs = _map_tensors(pool.unowned, (args, kwargs))
         if func is torch.ops.aten.copy_.default and args[2:] == (True,):
             assert any(map(self._cuda.is_registered, args[:2])), "a copy that is not page-locked"
-        if all(each.alias_info is not None for each in returns):
+        if _behaviour_of(func).returns_operands:
             stream.launch(lambda: func(*late_args, **late_kwargs))
             written = [
                 value
                 for each, value in _given(func, args, kwargs)
                 if each.alias_info and each.alias_info.is_write
             ]
-            return None if not returns else written[0] if len(returns) == 1 else tuple(written)
-        shapes = func(*tree_map_only(torch.Tensor, _meta, args), **_on_meta(kwargs))
-        found = tree_map_only(torch.Tensor, lambda each: pool.empty(each, stream), shapes)
+            num_returned = len(func._schema.returns)
+            return None if not num_returned else written[0] if num_returned == 1 else tuple(written)
+        shapes = _without_content(func, args, kwargs)
+        found = _map_tensors(lambda each: pool.empty(each, stream), shapes)
         results: list[torch.Tensor] = []
-        tree_map_only(torch.Tensor, lambda each: results.append(pool.unowned(each)), found)
+        _map_tensors(lambda each: results.append(pool.unowned(each)), found)
 
         def run() -> None:
             computed: list[torch.Tensor] = []
-            tree_map_only(torch.Tensor, computed.append, func(*late_args, **late_kwargs))
+            _map_tensors(computed.append, func(*late_args, **late_kwargs))
             for result, value in zip(results, computed, strict=True):
                 result.copy_(value)
 
         stream.launch(run)
         return found
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return arguments or results with what a function returns in place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        mapped = [_map_tensors(function, each) for each in value]
+        return mapped if isinstance(value, list) else tuple(mapped)
+    if isinstance(value, dict):
+        return {name: _map_tensors(function, each) for name, each in value.items()}
+    return value
+
+
+def _without_content(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the results of an operator on the meta device, made once for each form of operands."""
+    key = func, torch.get_default_dtype(), _form(args), _form(kwargs)
+    try:
+        found = _results.get(key)
+    except TypeError:  # an argument that has no hash
+        key, found = None, None
+    if found is None:
+        found = func(*_map_tensors(_meta, args), **_on_meta(kwargs))
+        if key is not None:
+            _results[key] = found
+    return found
+
+
+def _form(value: Any) -> Any:
+    """Return all that results' forms depend on, of an argument."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_form, value))
+    if isinstance(value, dict):
+        return tuple((name, _form(each)) for name, each in value.items())
+    return type(value), value  # 1, 1.0 and True are equal and give other dtypes
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -381,15 +441,10 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator
             yield argument, kwargs[argument.name]
 
 
-def _plain(schema: Any) -> bool:
-    """Return whether an operator gives the host a number."""
-    return any("Tensor" not in str(each.type) for each in schema.returns)
-
-
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    found = tree_map_only(torch.Tensor, _meta, kwargs)
+    found = _map_tensors(_meta, kwargs)
     return {**found, "device": torch.device("meta")} if "device" in found else found
