@@ -107,6 +107,7 @@ def can_split(extent: int, levels: tuple[int, ...], sizes: tuple[int, ...]) -> b
     return extent % prod(sizes[level] for level in levels) == 0
 
 
+@functools.cache
 def share(placement: Placement, sizes: tuple[int, ...]) -> float:
     """Return the share of a tensor that a rank holds."""
     return 1 / prod(size for axis, size in zip(placement, sizes, strict=False) if axis >= 0)

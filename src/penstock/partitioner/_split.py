@@ -161,9 +161,7 @@ class Model:
 
     def traffic(self, use: GroupUse, split: Split, rest: Placement, mesh: Mesh) -> Traffic | None:
         """Return the exchange of an operand or result; None if none can be."""
-        own = made_placement(use.use, split) if use.is_output else needed_placement(use.use, split)
-        of_halo = split if use.use.halo else ()
-        return self._traffic(use.form, own, of_halo, rest, mesh, use.is_output)
+        return self._traffic(use.form, *_own_placement(use, split), rest, mesh, use.is_output)
 
     def _find_table(
         self,
@@ -178,8 +176,9 @@ class Model:
         costs = np.zeros((len(splits), len(placements)))
         extra = np.zeros_like(costs)
         for i, split in enumerate(splits):
+            own, of_halo = _own_placement(use, split)
             for j, placement in enumerate(placements):
-                found = self.traffic(use, split, placement, mesh)
+                found = self._traffic(form, own, of_halo, placement, mesh, is_output)
                 if found is None:
                     costs[i, j] = FORBIDDEN
                 elif found.moves:
@@ -254,6 +253,12 @@ class Model:
         operator = self.graph.operators[members[0]]
         touched = len(members) * (operator.bytes_read + operator.bytes_written)
         return REPEATED_WORK * touched * (share(split, mesh.sizes) - 1 / mesh.num_ranks)
+
+
+def _own_placement(use: GroupUse, split: Split) -> tuple[Placement, Split]:
+    """Return the placement in which a split operator has a tensor, and its split if for a halo."""
+    find = made_placement if use.is_output else needed_placement
+    return find(use.use, split), split if use.use.halo else ()
 
 
 def needed_placement(use: Use, split: Split) -> Placement:
