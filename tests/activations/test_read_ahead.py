@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import penstock
 from _waiting import wait_until_written
 from penstock.activations import Offload
 from penstock.activations._policy import Policy
+from penstock.activations._record import RecordTable
 from penstock.memory import Tier
 
 MIB = 1024**2
@@ -67,3 +70,14 @@ def test_reads_fill_the_window_and_the_room_of_what_was_kept(store, num_kept):
     assert middle >= allowed - MIB, "the room that kept storages left is not used"
     assert resident[-1] <= MIB
     offload.close()
+
+
+@pytest.mark.parametrize("num_living", [3, 40])
+def test_what_was_saved_before_is_the_newest_first(num_living):
+    table = RecordTable()
+    records: list[Any] = [SimpleNamespace(number=n, key=n) for n in range(100)]
+    table._by_number.update((each.number, each) for each in records[:num_living:2])
+    for number, at_most in ((20, 10), (20, 300), (2, 1), (99, 70)):
+        older = [each.number for each in table.older_than(records[number], at_most)]
+        living = range(0, num_living, 2)
+        assert older == [n for n in reversed(living) if number - at_most <= n < number]
