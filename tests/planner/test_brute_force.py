@@ -12,7 +12,6 @@ from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, check
 from penstock.planner._live_ranges import ResidentInterval as Interval
-from penstock.planner.exact import _exhaustive
 from penstock.planner.exact._addresses import find_offsets
 
 
@@ -160,15 +159,3 @@ def test_with_no_budget_everything_stays():
     check(graph, plan)
     assert plan.transfers == ()
     assert plan.step_seconds == 4.0
-
-
-def test_what_returns_too_much_to_be_faster_is_left_out_and_no_more(monkeypatch):
-    rng = random.Random(0)
-    graph = random_graph(rng, rng.randint(5, 7))
-    seconds = [float(rng.randint(0, 1)) for _ in graph.operators]
-    room = random_plan(graph, rng, keep=0.5, rates=(1.0, 0.5)).peak_device_bytes
-    budget = Budget(device_bytes=room, host_bytes=1000)
-    asked = request(graph, budget, machine(out=2.0, back=2.0), seconds=seconds, recompute=False)
-    found, every = brute_force(asked), _exhaustive.residencies
-    monkeypatch.setattr(_exhaustive, "residencies", lambda *args: every(*args[:5]))
-    assert found == brute_force(asked)

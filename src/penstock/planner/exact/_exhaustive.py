@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.graph import StepGraph
-from penstock.memory import Link
 from penstock.planner._assemble import assemble
 from penstock.planner._live_ranges import (
     LiveRange,
@@ -118,8 +117,6 @@ def fastest_of_order(
 ) -> Plan | None:
     """Return the fastest plan of one order, or the first, or `best` if none is faster."""
     graph, operator_seconds = request.graph, request.operator_seconds
-    link = request.machine.links.get(Link.HOST_TO_DEVICE)
-    inward = link.bytes_per_second if link else math.inf
     if best is not None and sum(operator_seconds[i] for i in order) >= best.step_seconds:
         return best
 
@@ -127,10 +124,7 @@ def fastest_of_order(
         seconds = step_seconds_of(order, transfers, operator_seconds, request.machine)
         return best is None or seconds < best.step_seconds * (1 - 1e-9)
 
-    def may_return(num_bytes: int) -> bool:
-        return best is None or num_bytes / inward < best.step_seconds
-
-    found = residencies(graph, order, request.budget, limit, is_faster, may_return)
+    found = residencies(graph, order, request.budget, limit, is_faster)
     for intervals, transfers, offsets in found:
         placements = place(graph, intervals, offsets)
         best = assemble(request, order, placements, transfers, method="brute_force")
@@ -145,11 +139,8 @@ def residencies(
     budget: Budget,
     limit: Limit,
     is_wanted: Callable[[Sequence[Transfer]], bool],
-    may_return: Callable[[int], bool] = lambda num_bytes: True,
 ) -> Iterator[tuple[list[ResidentInterval], list[Transfer], list[int]]]:
     """Yield residencies with addresses, if their transfers are wanted.
-
-    None is where `may_return` is false of the bytes that come back in a step, or of fewer of them.
 
     A value that could be on the device longer is as fast there, but may be in the way of others:
     where something finds no address, all earlier evictions and later returns are tried as well.
@@ -157,8 +148,7 @@ def residencies(
     for case in _reuse_cases(graph, order):
         for any_eviction in (False, True):
             lacks_address = False
-            choices = _choices(case, budget, limit, may_return, any_eviction=any_eviction)
-            for evictions in choices:
+            for evictions in _choices(case, budget, limit, any_eviction=any_eviction):
                 ranges = case.live_ranges
                 intervals, transfers = derive_movement(graph, len(order), ranges, evictions)
                 if not is_wanted(transfers):
@@ -216,66 +206,43 @@ def _reuse_cases(graph: StepGraph, order: tuple[int, ...]) -> Iterator[_ReuseCas
 
 
 def _choices(
-    case: _ReuseCase,
-    budget: Budget,
-    limit: Limit,
-    may_return: Callable[[int], bool],
-    *,
-    any_eviction: bool,
+    case: _ReuseCase, budget: Budget, limit: Limit, *, any_eviction: bool
 ) -> Iterator[list[Eviction]]:
-    """Yield all sets of evictions such that the rest fits and what they evict may return.
-
-    Those without need only if `any_eviction`.
-    """
+    """Yield all sets of evictions such that the rest fits; without need only if `any_eviction`."""
     if budget.device_bytes is None:
         yield []
         return
     capacity = budget.device_bytes - case.graph.workspace_bytes
     is_crowded = (case.live_bytes > capacity) | any_eviction
     options_of_holes = _options(case, is_crowded)
-    room = _room(case, capacity, options_of_holes)
-    sizes = [_evicted_bytes(case, options[0]) for options in options_of_holes]
-    freed = [[_freed_bytes(case, each) for each in options] for options in options_of_holes]
+    # Bytes that the evictions of this hole and of all later ones can free.
+    most = np.zeros((len(options_of_holes) + 1, len(case.order)), dtype=np.int64)
+    for row, options in reversed(list(enumerate(options_of_holes))):
+        most[row] = most[row + 1]
+        widest = options[0]._replace(
+            leaves=min(eviction.leaves for eviction in options),
+            returns=max(eviction.returns for eviction in options),
+        )
+        most[row] += _freed_bytes(case, widest)
 
-    def choose(
-        row: int, live: np.ndarray, returning: int, evictions: list[Eviction]
-    ) -> Iterator[list[Eviction]]:
-        if (live > room[row]).any() or not may_return(returning) or limit.is_over():
+    def choose(row: int, live: np.ndarray, evictions: list[Eviction]) -> Iterator[list[Eviction]]:
+        if (live - most[row] > capacity).any() or limit.is_over():
             return
         if row == len(options_of_holes):
             if any_eviction or not _is_needless(case, evictions, live, capacity):
                 yield evictions
             return
-        yield from choose(row + 1, live, returning, evictions)
-        returning += sizes[row]
-        for eviction, less in zip(options_of_holes[row], freed[row], strict=True):
-            if not _shares_reuse(eviction, evictions):
-                yield from choose(row + 1, live - less, returning, [*evictions, eviction])
+        yield from choose(row + 1, live, evictions)
+        for eviction in options_of_holes[row]:
+            reused = eviction.leaves, eviction.reused_by
+            if eviction.reused_by is not None and any(
+                (other.leaves, other.reused_by) == reused for other in evictions
+            ):
+                continue
+            less = live - _freed_bytes(case, eviction)
+            yield from choose(row + 1, less, [*evictions, eviction])
 
-    yield from choose(0, case.live_bytes, 0, [])
-
-
-def _shares_reuse(eviction: Eviction, others: Sequence[Eviction]) -> bool:
-    """Return whether the place that an eviction leaves is reused by what reuses another one's."""
-    reused = eviction.leaves, eviction.reused_by
-    return eviction.reused_by is not None and any(
-        (other.leaves, other.reused_by) == reused for other in others
-    )
-
-
-def _room(case: _ReuseCase, capacity: int, options_of_holes: list[list[Eviction]]) -> np.ndarray:
-    """Return by hole and position the bytes that may be live before its evictions are chosen.
-
-    No evictions of this hole and of all later ones free enough of more.
-    """
-    room = np.full((len(options_of_holes) + 1, len(case.order)), capacity, dtype=np.int64)
-    for row, options in reversed(list(enumerate(options_of_holes))):
-        widest = options[0]._replace(
-            leaves=min(eviction.leaves for eviction in options),
-            returns=max(eviction.returns for eviction in options),
-        )
-        room[row] = room[row + 1] + _freed_bytes(case, widest)
-    return room
+    yield from choose(0, case.live_bytes, [])
 
 
 def _options(case: _ReuseCase, is_crowded: np.ndarray) -> list[list[Eviction]]:
@@ -302,15 +269,10 @@ def _options(case: _ReuseCase, is_crowded: np.ndarray) -> list[list[Eviction]]:
     return options_of_holes
 
 
-def _evicted_bytes(case: _ReuseCase, eviction: Eviction) -> int:
-    """Return the bytes of the value that an eviction takes away, all of which return."""
-    return case.graph.num_bytes(case.live_ranges[eviction.live_range].value)
-
-
 def _freed_bytes(case: _ReuseCase, eviction: Eviction) -> np.ndarray:
     """Return by position the bytes that an eviction frees."""
     freed = np.zeros(len(case.order), dtype=np.int64)
-    num_bytes = _evicted_bytes(case, eviction)
+    num_bytes = case.graph.num_bytes(case.live_ranges[eviction.live_range].value)
     for position in range(eviction.leaves, eviction.returns):
         freed[position % len(freed)] += num_bytes
     return freed
@@ -331,7 +293,7 @@ def _is_needless(
 ) -> bool:
     """Return whether a value could be there a boundary longer: that is never slower."""
     for eviction in evictions:
-        num_bytes = _evicted_bytes(case, eviction)
+        num_bytes = case.graph.num_bytes(case.live_ranges[eviction.live_range].value)
         ends = live[eviction.leaves % len(live)], live[(eviction.returns - 1) % len(live)]
         if min(ends) + num_bytes <= capacity:
             return True
