@@ -385,6 +385,7 @@ def test_a_graph_that_ran_in_inference_mode_can_be_trained():
     with torch.inference_mode():
         batcher(graph)
     batcher(graph).of("word").sum().backward()
+    assert torch.equal(batcher.get_parameter("_cells.0.weight").grad, torch.ones(5, 4))
 
 
 def test_a_loss_keeps_no_outputs_after_its_backward_pass():
