@@ -2,12 +2,14 @@
 
 For each phase of a test pytest attaches two handlers to the root logger and to each of the hundred
 that pass nothing on to it, torch's above all, each under the lock of `logging`, and takes them off
-again: more than a millisecond for each test.
+again: more than a millisecond for each test. Finding these among thousands takes another: it is
+done once in a test.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from _pytest.logging import catching_logs
@@ -25,17 +27,28 @@ def _enter(self: Any) -> logging.Handler:
         self.handler.setLevel(self.level)
         self.orig_level = root.level
         root.setLevel(min(self.orig_level, self.level))
-    loggers = [
-        each
-        for each in root.manager.loggerDict.values()
-        if not getattr(each, "propagate", True) and each is not root
-    ]
-    self.attached_loggers += [root, *loggers]
+    self.attached_loggers += [root, *_find_loggers()]
     with logging._lock:
         for each in self.attached_loggers:
             if self.handler not in each.handlers:
                 each.handlers.append(self.handler)
     return self.handler
+
+
+_found: tuple[str, list[Any]] = "", []  # the test, and the loggers that pass nothing on
+
+
+def _find_loggers() -> list[Any]:
+    """Return the loggers that pass nothing on to the root logger.
+
+    They are looked for once in a test, when it is called and its fixtures have run.
+    """
+    global _found
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    if (test.endswith("(call)") and test != _found[0]) or not _found[1]:
+        loggers = logging.getLogger().manager.loggerDict.values()
+        _found = test, [each for each in loggers if not getattr(each, "propagate", True)]
+    return _found[1]
 
 
 def _exit(self: Any, *_: object) -> None:
