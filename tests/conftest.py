@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 try:
     from hypothesis import HealthCheck, settings
+    from hypothesis.internal.conjecture import providers
 except ImportError:  # a GPU machine may run the `gpu` tests without it
     pass
 else:
@@ -47,6 +48,9 @@ else:
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
     settings.load_profile("penstock")
+    # Numbers of the sources go into examples: of all modules that were imported until then, by
+    # whatever tests ran before in this process, and at a cost of seconds.
+    providers._get_local_constants = lambda: providers._local_constants
 
 # A suite that a script starts in the background inherits an ignored Ctrl-C, and so would every
 # child process that a test interrupts.
