@@ -15,8 +15,9 @@ pytest.importorskip("accelerate", reason="Trainer needs it")
 
 import transformers
 
-from _trainers import PLAN, assert_same, outcome_of, trainer_of
+from _trainers import BATCH, BUDGET, PLAN, assert_same, outcome_of, trainer_of
 from penstock.integrations.transformers import plan_trainers, plan_training
+from penstock.units import parse_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,14 +30,15 @@ class HalvingTrainer(transformers.Trainer):
         return loss / 2
 
 
+ONE_FORM: dict[str, Any] = {"num_samples": 2 * BATCH}  # no smaller batch ends an epoch
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "evaluations": {"eval_strategy": "steps", "eval_steps": 2},
+    "evaluations": {"eval_strategy": "steps", "eval_steps": 2, **ONE_FORM},
     "accumulation": {"gradient_accumulation_steps": 2, "num_samples": 16},
     "label smoothing": {"label_smoothing_factor": 0.1},
-    "own loss": {"kind": HalvingTrainer},
+    "own loss": {"kind": HalvingTrainer, **ONE_FORM},
     "bf16": {"bf16": True},
-    "without clipping": {"max_grad_norm": 0.0},
+    "without clipping": {"max_grad_norm": 0.0, **ONE_FORM},
     "accumulation of means": {
         "kind": HalvingTrainer,
         "gradient_accumulation_steps": 2,
@@ -61,12 +63,12 @@ def test_a_planned_trainer_is_the_trainer_bit_for_bit(tmp_path, case):
     assert report.num_plans == len(report.plans) == (1 if "num_samples" in CASES[case] else 2)
     assert "planned steps" in str(report)
     assert len(report.to_dict()["plans"]) == len(report.plans)
-    assert report.arena_bytes + report.workspace_bytes <= 768 << 10
+    assert report.arena_bytes + report.workspace_bytes <= parse_bytes(BUDGET, name="budget")
     assert sum(report.moved_bytes.values()) > 0
 
 
 def test_checkpoints_are_those_of_the_trainer(tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 2}
+    saving = {"save_strategy": "steps", "save_steps": 2, **ONE_FORM}
     expected = trainer_of(tmp_path / "a", **saving)
     expected.train()
     trainer = trainer_of(tmp_path / "b", **saving)
@@ -83,10 +85,11 @@ def test_checkpoints_are_those_of_the_trainer(tmp_path):
 
 
 def test_a_trainer_can_train_again_and_without_a_plan_afterwards(tmp_path):
-    expected = trainer_of(tmp_path / "a")
+    options = {"num_train_epochs": 1, **ONE_FORM}
+    expected = trainer_of(tmp_path / "a", **options)
     for _ in range(2):
         expected.train()
-    trainer = trainer_of(tmp_path / "b")
+    trainer = trainer_of(tmp_path / "b", **options)
     plan_training(trainer, **PLAN)
     for _ in range(2):
         trainer.train()
@@ -100,9 +103,9 @@ def test_a_trainer_can_train_again_and_without_a_plan_afterwards(tmp_path):
 
 
 def test_every_trainer_of_a_block_is_planned(tmp_path):
-    expected = trainer_of(tmp_path / "a")
+    expected = trainer_of(tmp_path / "a", **ONE_FORM)
     expected.train()
-    trainer = trainer_of(tmp_path / "b")
+    trainer = trainer_of(tmp_path / "b", **ONE_FORM)
     train = transformers.Trainer.train
     with plan_trainers(**PLAN) as trainings:
         trainer.train()
@@ -115,10 +118,10 @@ def test_every_trainer_of_a_block_is_planned(tmp_path):
 
 def test_of_two_plans_for_one_trainer_the_inner_one_runs(tmp_path):
     """As where a script that plans its trainer itself is run with `penstock run --plan`."""
-    expected = trainer_of(tmp_path / "a")
+    expected = trainer_of(tmp_path / "a", **ONE_FORM)
     expected.train()
     with plan_trainers(**PLAN) as trainings:
-        trainer = trainer_of(tmp_path / "b")
+        trainer = trainer_of(tmp_path / "b", **ONE_FORM)
         training = plan_training(trainer, **PLAN)
         trainer.train()
     assert_same(outcome_of(trainer), outcome_of(expected))
@@ -131,7 +134,7 @@ def test_of_two_plans_for_one_trainer_the_inner_one_runs(tmp_path):
 def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"transformers\.Trainer; got Linear"):
         plan_training(torch.nn.Linear(1, 1), device_memory="1GiB")  # pyright: ignore[reportArgumentType]
-    trainer = trainer_of(tmp_path)
+    trainer = trainer_of(tmp_path, **ONE_FORM)
     with pytest.raises(ValueError, match="device_memory"):
         plan_training(trainer, device_memory="much")
     plan_training(trainer, **{**PLAN, "device_memory": "64KiB"})

@@ -153,7 +153,7 @@ class Annealing:
 
 @pytest.mark.parametrize("place", ["trainer", "container", "compute_loss_func"])
 def test_a_number_that_changes_between_steps_is_refused_at_the_next_one(tmp_path, place):
-    trainer: Any = trainer_of(tmp_path, kind=Weighted)
+    trainer: Any = trainer_of(tmp_path, kind=Weighted, num_samples=8, optim="sgd")
     if place == "trainer":
         trainer.weight = 0.5
         change, name = lambda: setattr(trainer, "weight", 0.25), r"trainer\.weight, which is 0\.25"
@@ -176,7 +176,7 @@ def test_a_number_that_changes_between_steps_is_refused_at_the_next_one(tmp_path
 def test_a_loss_with_constants_of_the_trainer_is_the_trainers(tmp_path):
     outcomes = []
     for directory, prepare in ((tmp_path / "a", lambda trainer: trainer), (tmp_path / "b", plan)):
-        trainer: Any = trainer_of(directory, kind=Weighted, num_samples=12, num_train_epochs=1)
+        trainer: Any = trainer_of(directory, kind=Weighted, num_samples=8, num_train_epochs=1)
         trainer.weight = 0.5
         prepare(trainer).train()
         outcomes.append(outcome_of(trainer))
