@@ -1,7 +1,8 @@
-"""Hundreds of steps, blocks and broken-off graphs leave nothing behind: no bytes, no objects."""
+"""Dozens of steps, blocks and broken-off graphs leave nothing behind: no bytes, no objects."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -26,11 +27,14 @@ from penstock.memory import Tier
 
 MIB = 1024**2
 WIDTH = 128
-# What 170 steps may add: noise of the C allocator. One lost 64 KiB activation a step is 10 MiB.
-RSS_NOISE_BYTES = 6 * MIB
-PYTHON_NOISE = 200
+NUM_BEFORE, NUM_STEPS = 10, 40  # steps before and after the first count
+# What 40 steps may add. One lost activation of 64 KiB a step is 2.5 MiB, and one lost object of ours
+# every twenty steps is two.
+ALLOCATED_NOISE_BYTES = MIB // 2
+OBJECT_NOISE = 1
+PYTHON_NOISE = 40
+RSS_NOISE_BYTES = 6 * MIB  # pages that the C allocator keeps; a lost block of 256 KiB is 10 MiB
 NUM_ROUNDS = 3
-OBJECT_NOISE = 8  # the last inputs that were saved are held until a few more have been
 OURS = {Record, SavedHandle, Chunk, SmallHandle, Offload}
 
 pytestmark = [
@@ -51,6 +55,7 @@ class Footprint:
     num_module_hooks: int
     num_warning_filters: int
     num_python_objects: int  # of any kind; the interpreter's own caches let them vary
+    allocated_bytes: int  # from the C allocator, and not freed
     rss_bytes: int  # without pages of files, such as libraries, which the kernel drops and reads
 
     def assert_not_above(self, before: Footprint) -> None:
@@ -61,12 +66,37 @@ class Footprint:
             assert now <= then + noise, f"{now} {name} after {then}"
         more_objects = self.num_python_objects - before.num_python_objects
         assert more_objects <= PYTHON_NOISE, f"{more_objects} more Python objects"
+        more_bytes = self.allocated_bytes - before.allocated_bytes
+        assert more_bytes <= ALLOCATED_NOISE_BYTES, f"{more_bytes / 1024:.0f} KiB not freed"
         more_bytes = self.rss_bytes - before.rss_bytes
         assert more_bytes <= RSS_NOISE_BYTES, f"{more_bytes / MIB:.1f} MiB more RSS"
 
 
+class Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def count_allocated_bytes() -> int:
+    """Count what all threads have from the C allocator; 0 where that is not glibc 2.33 or later."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = Mallinfo
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
+
+
 def footprint() -> Footprint:
     gc.collect()
+    allocated_bytes = count_allocated_bytes()
     objects = gc.get_objects()
     with open("/proc/self/statm") as statm:
         _, resident, shared, *_ = map(int, statm.read().split())
@@ -77,6 +107,7 @@ def footprint() -> Footprint:
         num_module_hooks=len(module_globals._global_forward_pre_hooks),
         num_warning_filters=len(warnings.filters),
         num_python_objects=len(objects),
+        allocated_bytes=allocated_bytes,
         rss_bytes=(resident - shared) * os.sysconf("SC_PAGESIZE"),
     )
 
@@ -95,7 +126,7 @@ def assert_no_growth(before: Footprint) -> None:
         pause *= 2  # a footprint is a collection, which takes long
 
 
-def repeat_without_growth(run: Callable[[], None], times: int) -> int:
+def repeat_without_growth(run: Callable[[], None], times: int = NUM_STEPS) -> int:
     """Run it so many times, and again if more is held then; returns how many times it ran.
 
     What leaks grows in every round; the heap of a process that ran other tests before does not.
@@ -161,14 +192,14 @@ WORK: dict[str, Callable[[nn.Module], None]] = {
     ("work", "policy"),
     [*((name, "all") for name in WORK), ("step", "auto")],
 )
-def test_200_steps_in_one_block(store, work, policy):
+def test_50_steps_in_one_block(store, work, policy):
     model = small_model()
     offload = penstock.offload(store, policy=policy, min_bytes="4KiB")
     with offload:
-        for _ in range(30):
+        for _ in range(NUM_BEFORE):
             WORK[work](model)
         file_bytes = offload.report().peak_file_bytes
-        num_runs = 30 + repeat_without_growth(functools.partial(WORK[work], model), 170)
+        num_runs = NUM_BEFORE + repeat_without_growth(functools.partial(WORK[work], model))
         report = offload.report()
     assert report.peak_file_bytes <= file_bytes + 4 * MIB
     if work in ("step", "shapes"):  # graphs that are abandoned quickly count as one step
@@ -179,7 +210,7 @@ def test_200_steps_in_one_block(store, work, policy):
     offload.close()
 
 
-def test_200_blocks(store):
+def test_50_blocks(store):
     """Entering and leaving: hooks, threads and the allocator come and go."""
     model = small_model()
     offload = penstock.offload(store, policy="all", min_bytes="4KiB")
@@ -188,32 +219,32 @@ def test_200_blocks(store):
         with offload:
             step(model)
 
-    for _ in range(20):
+    for _ in range(NUM_BEFORE):
         block()
     wait_until(no_thread_of_ours)
-    num_runs = 20 + repeat_without_growth(block, 180)
+    num_runs = NUM_BEFORE + repeat_without_growth(block)
     assert offload.report().num_steps == num_runs
     offload.close()
 
 
 @pytest.mark.parametrize("budget", [None, "8KiB"])
 @pytest.mark.parametrize("work", ["step", "abandoned", "cycle"])
-def test_200_steps_of_small_saves(work, budget, language, store):
+def test_50_steps_of_small_saves(work, budget, language, store):
     """Chunks that stay and chunks that are packed go with the last of their handles."""
     model = nn.Sequential(nn.Linear(WIDTH, 8), *(nn.GELU() for _ in range(12)))
     offload = penstock.offload(store, device_memory=budget)
     assert offload.report().hooks == language
     with offload:
-        for _ in range(30):
+        for _ in range(NUM_BEFORE):
             WORK[work](model)
-        repeat_without_growth(functools.partial(WORK[work], model), 170)
+        repeat_without_growth(functools.partial(WORK[work], model))
     assert bool(offload.report().bytes_written) is (budget is not None)
     offload.close()
     assert all(offload.ledger.resident(tier) == 0 for tier in Tier)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
-def test_100_offloads(store, closed):
+def test_50_offloads(store, closed):
     """Each has a file, threads and a ledger of its own; closing it or dropping it ends them."""
     model = small_model()
 
@@ -224,10 +255,10 @@ def test_100_offloads(store, closed):
         if closed:
             offload.close()
 
-    for _ in range(10):
+    for _ in range(NUM_BEFORE):
         use_one()
     wait_until(no_thread_of_ours)
-    repeat_without_growth(use_one, 90)
+    repeat_without_growth(use_one)
 
 
 def test_a_graph_that_outlives_its_offload(store):
