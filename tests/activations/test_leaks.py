@@ -28,8 +28,8 @@ from penstock.memory import Tier
 MIB = 1024**2
 WIDTH = 128
 NUM_BEFORE, NUM_STEPS = 10, 40  # steps before and after the first count
-# What 40 steps may add. One lost activation of 64 KiB a step is 2.5 MiB, and one lost object of ours
-# every twenty steps is two.
+# What 40 steps may add. One lost activation of 64 KiB a step is 2.5 MiB, and one lost object of
+# ours every twenty steps is two.
 ALLOCATED_NOISE_BYTES = MIB // 2
 OBJECT_NOISE = 1
 PYTHON_NOISE = 40
