@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 
@@ -68,7 +69,7 @@ class Block(nn.Module):
 
 def blocks() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(3)])
+    return nn.Sequential(*[Block() for _ in range(2)])
 
 
 def train(
@@ -104,31 +105,41 @@ def compile_layers(model: nn.Module, backend: CompileCounterWithBackend) -> Call
 HOW = {"model": compile_whole, "layers": compile_layers}
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@functools.cache
+def train_compiled_in_stock(how: str) -> tuple[list[torch.Tensor], int]:
+    """What training without Penstock gives, and how many frames it compiles."""
+    backend, model = CompileCounterWithBackend("aot_eager"), blocks()
+    return train(HOW[how](model, backend), model), backend.frame_count
+
+
+@functools.cache
+def train_eagerly(num_steps: int) -> list[torch.Tensor]:
+    model = blocks()
+    return train(model, model, num_steps)
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("inside", [True, False], ids=["compiled inside", "compiled before"])
 def test_compiled(everything, how, inside):
     """aot_eager runs the compiled graph with eager kernels, so even the bits are the same.
 
     Compilations and graph breaks are as many as without offloading, wherever the first call is.
     """
-    eager_model = blocks()
-    eager = train(eager_model, eager_model)
-    stock_backend, model = CompileCounterWithBackend("aot_eager"), blocks()
-    expected = train(how(model, stock_backend), model)
+    expected, num_frames = train_compiled_in_stock(how)
     torch._dynamo.reset()
     counters.clear()
 
     backend, model = CompileCounterWithBackend("aot_eager"), blocks()
-    compiled = how(model, backend)
+    compiled = HOW[how](model, backend)
     if not inside:
         compiled(torch.randn(2, 16, HIDDEN)).sum().backward()
         model.zero_grad()
     with everything:
         found = train(compiled, model)
     assert equal(found, expected)
-    for ours, theirs in zip(found, eager, strict=True):
+    for ours, theirs in zip(found, train_eagerly(3), strict=True):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
-    assert backend.frame_count == stock_backend.frame_count
+    assert backend.frame_count == num_frames
     assert not counters["graph_break"]
     assert everything.report().num_steps == 3
     assert everything.report().bytes_read > 0
@@ -165,8 +176,7 @@ def test_enter_and_leave_between_steps(everything):
     """Code compiled in the block runs outside of it, and the other way round, as it is."""
     backend, model = CompileCounterWithBackend("aot_eager"), blocks()
     compiled = torch.compile(model, backend=backend)
-    expected_model = blocks()
-    expected = train(expected_model, expected_model, 6)
+    expected = train_eagerly(6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
     found, saved = [], []
@@ -214,8 +224,7 @@ def test_compiled_code_saves_no_parameters(everything):
 @pytest.mark.parametrize("policy", ["all", "auto"])
 def test_inductor(store, policy):
     """The backend that people use, layer by layer, as the documentation advises."""
-    model = blocks()
-    expected = train(model, model)
+    expected = train_eagerly(3)
     model = blocks()
     for layer in model:
         layer.compile()
