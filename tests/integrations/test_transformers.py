@@ -19,15 +19,15 @@ from penstock.activations import Offload
 
 transformers = pytest.importorskip("transformers", reason="penstock[demo] installs Transformers")
 
-NUM_STEPS = 5
-BATCH, SEQ, VOCAB = 2, 128, 512
-MIN_BYTES = 16 * 1024
+NUM_STEPS = 3
+BATCH, SEQ, VOCAB = 2, 64, 128
+MIN_BYTES = 8 * 1024
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(name: str) -> nn.Module:
-    return _models.build(name, hidden=128, layers=2, heads=4, seq=SEQ, vocab=VOCAB)
+    return _models.build(name, hidden=64, layers=2, heads=4, seq=SEQ, vocab=VOCAB)
 
 
 def train(
@@ -39,7 +39,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
     for step in range(NUM_STEPS):
-        seq = SEQ - 24 * (step % 3) if vary else SEQ
+        seq = SEQ - 8 * (step % 3) if vary else SEQ
         loss = model(**_models.batch_of(name, batch=BATCH, seq=seq, vocab=VOCAB, seed=step)).loss
         if after_forward is not None:
             after_forward()
@@ -165,7 +165,7 @@ def train_with_trainer(directory: Any, offload: Offload | None, **options: Any) 
         model=model,
         args=transformers.TrainingArguments(
             output_dir=str(directory),
-            max_steps=4,
+            max_steps=NUM_STEPS,
             per_device_train_batch_size=BATCH,
             logging_steps=1,
             save_strategy="no",
@@ -214,12 +214,12 @@ def test_trainer(store, tmp_path, options):
     expected = train_with_trainer(tmp_path, None, **options)
     offload = penstock.offload(store, policy="all", min_bytes=MIN_BYTES)
     found = train_with_trainer(tmp_path, offload, **options)
-    assert len(found["losses"]) == 4
+    assert len(found["losses"]) == NUM_STEPS
     assert found["losses"] == expected["losses"]
     assert found["grad_norms"] == expected["grad_norms"]
     for name, weight in expected["weights"].items():
         assert torch.equal(found["weights"][name], weight), name
     report = offload.report()
     offload.close()
-    assert report.num_steps == 4 * options.get("gradient_accumulation_steps", 1)
+    assert report.num_steps == NUM_STEPS * options.get("gradient_accumulation_steps", 1)
     assert report.bytes_written > 0
