@@ -28,6 +28,8 @@ FEW_TOKENS = 16
 """The most queries of a step that reads records where they lie."""
 _GROUP_BYTES = 4 * 2**20  # of blocks that a long call gathers at once
 
+_FEW_RECORDS = 64  # whose numbers NumPy takes longer to look at than Python
+
 _QUERIES = 1024  # that visibility is evaluated for at once
 
 _Part = tuple[torch.Tensor, torch.Tensor]
@@ -193,6 +195,7 @@ class _Step:
         # (1 or B, 1 or Hq, 1 or n, columns, T): the last column is the tail.
         self._seen = None if seen is None else self._by_column(seen)
         self._bias = None if bias is None else self._by_column(bias)
+        self._visible, self._added = self._by_token(self._seen), self._by_token(self._bias)
 
     @property
     def result(self) -> _Part | None:
@@ -212,16 +215,20 @@ class _Step:
 
     def all_operands(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return visibility and bias of all columns and the tail."""
-        visible, bias = (
-            self._some(each, 0, self._num_columns, with_tail=True)
-            for each in (self._seen, self._bias)
-        )
-        return visible, bias
+        return self._visible, self._added
 
     def _by_column(self, tensor: torch.Tensor) -> torch.Tensor:
         T = self._state.layout.block_tokens
         missing = (self._num_columns + 1) * T - tensor.shape[-1]
         return torch.nn.functional.pad(tensor, (0, missing)).unflatten(-1, (-1, T))
+
+    def _by_token(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """View columns one after the other, for every sequence, head and query."""
+        if tensor is None:
+            return None
+        B, Hq, n = self._query_shape
+        heads = self._shape[1] if tensor.dtype == torch.bool else Hq
+        return tensor.flatten(-2).expand(B, heads, n, -1)
 
     def find_read(self, chosen: torch.Tensor | None) -> np.ndarray:
         """Return which columns are read for each sequence and head, bool `(B, H, columns)`."""
@@ -253,7 +260,7 @@ class _Step:
     ) -> None:
         """Add the part of some records; the tail belongs to the first part."""
         state, layout = self._state, self._state.layout
-        first, last = (int(c.min()), int(c.max()) + 1) if len(c) else (0, 0)
+        first, last = _find_range(c)
         with_tail = not self.has_tail and state.num_tail > 0
         shape = (*self._shape, last - first + with_tail)
         table, counts = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int32)
@@ -266,8 +273,8 @@ class _Step:
         block_lse = self.attention.add(
             self._platform.from_host(table),
             self._platform.from_host(counts),
-            self._some(self._seen, first, last, with_tail=with_tail),
-            self._some(self._bias, first, last, with_tail=with_tail),
+            self._some(self._visible, first, last, with_tail=with_tail),
+            self._some(self._added, first, last, with_tail=with_tail),
             with_block_lse=self._is_noted,
         )
         if block_lse is not None:
@@ -276,15 +283,14 @@ class _Step:
     def _some(
         self, tensor: torch.Tensor | None, first: int, last: int, *, with_tail: bool
     ) -> torch.Tensor | None:
-        """Return the columns `[first, last)`, and the tail's, for every sequence, head, query."""
+        """Return the tokens of the columns `[first, last)`, and the tail's."""
         if tensor is None:
             return None
-        some = tensor[..., first : last + (with_tail and last == self._num_columns), :]
-        if with_tail and last < self._num_columns:
-            some = torch.cat([some, tensor[..., -1:, :]], dim=-2)
-        B, Hq, n = self._query_shape
-        heads = self._shape[1] if tensor.dtype == torch.bool else Hq
-        return some.flatten(-2).expand(B, heads, n, -1)
+        T, is_next = self._state.layout.block_tokens, last == self._num_columns
+        some = tensor.narrow(-1, first * T, (last - first + (with_tail and is_next)) * T)
+        if with_tail and not is_next:
+            some = torch.cat([some, tensor[..., -T:]], dim=-1)
+        return some
 
     def sum_shares(self, block_lse: torch.Tensor) -> torch.Tensor:
         """Return the shares of records `(B, Hq, n, k)` of the weights, by KV head, `(B, H, k)`."""
@@ -303,6 +309,16 @@ class _Step:
         used = is_read.any((0, 1))
         columns = self._platform.from_host(np.flatnonzero(used))
         return self._platform.from_host(blocks[:, :, used]), weights.index_select(2, columns)
+
+
+def _find_range(columns: np.ndarray) -> tuple[int, int]:
+    """Return the half-open range that columns lie in."""
+    if not len(columns):
+        return 0, 0
+    if len(columns) > _FEW_RECORDS:
+        return int(columns.min()), int(columns.max()) + 1
+    numbers = columns.tolist()
+    return min(numbers), max(numbers) + 1
 
 
 def _attend_many(call: _LayerCall, fresh: tuple[torch.Tensor, torch.Tensor] | None) -> _Part | None:

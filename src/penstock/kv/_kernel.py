@@ -120,6 +120,7 @@ class RecordAttention:
         self.out = torch.empty(*query.shape[:3], value_dim, dtype=torch.float32, device="cpu")
         self.lse = torch.empty(query.shape[:3], dtype=torch.float32, device="cpu")
         self.has_parts = False
+        self._pointers = self.out.data_ptr(), self.lse.data_ptr()
 
     def add(
         self,
@@ -164,13 +165,13 @@ class RecordAttention:
         block_lse: Tensor | None,
     ) -> bytes:
         batch, heads, num_tokens, key_dim = self._query.shape
-        kv_heads = addresses.shape[1]
+        _, kv_heads, num_records = addresses.shape
         return _pack_call(
             *(self._query.data_ptr(), addresses.data_ptr(), counts.data_ptr()),
             *(_pointer(visible), _pointer(bias)),
-            *(self.out.data_ptr(), self.lse.data_ptr(), _pointer(block_lse)),
+            *(*self._pointers, _pointer(block_lse)),
             *(batch, kv_heads, heads // kv_heads * num_tokens, num_tokens),
-            *(addresses.shape[2], self._block_tokens, key_dim, self.out.shape[3]),
+            *(num_records, self._block_tokens, key_dim, self.out.shape[3]),
             *(self._kind, torch.get_num_threads(), self.has_parts),
             *((0, 0, 0) if visible is None else visible.stride()[:3]),
             *((0, 0, 0) if bias is None else bias.stride()[:3]),

@@ -38,6 +38,29 @@ class _Wanted:
     addresses: np.ndarray  # 0 where they must be read
 
 
+class _Absent:
+    """Items that are missing, by their records, which come in parts.
+
+    Attributes:
+        item_ends: Of each number of first records, the first item of a later one.
+    """
+
+    def __init__(self, wanted: _Wanted, missing: np.ndarray) -> None:
+        self._items = np.flatnonzero(missing)
+        is_first = wanted.is_new[self._items]
+        firsts = np.flatnonzero(is_first)
+        self._bounds = [*firsts.tolist(), len(self._items)]
+        self.item_ends = [*self._items[firsts].tolist(), len(missing)]
+        self._numbers = None if len(firsts) == len(self._items) else np.cumsum(is_first) - 1
+
+    def put(self, addresses: np.ndarray, start: int, end: int, places: np.ndarray) -> None:
+        """Set the addresses of the items of the records `[start, end)`, which are at places."""
+        some = slice(self._bounds[start], self._bounds[end])
+        if self._numbers is not None:  # several items are one record
+            places = places[self._numbers[some] - start]
+        addresses[self._items[some]] = places
+
+
 @dataclass(eq=False)
 class _Group:
     """Distinct records that are in a buffer, one after the other, or on their way there."""
@@ -57,6 +80,7 @@ class _FileReads:
     Attributes:
         layout: Their layout.
         records: Distinct records.
+        stored: Where they are in the file.
         queued: Their reads, where threads are not needed.
         places: First bytes of records in a buffer.
         groups: Groups of them whose reads were started, and that were not taken yet.
@@ -73,7 +97,7 @@ class _FileReads:
         self.layout = layout
         self.records = records
         self.queued = queued
-        self._stored = stored
+        self.stored = stored
         self.groups: list[_Group] = []
         self.places = np.arange(per_buffer) * layout.record_bytes
         self._per_buffer = per_buffer
@@ -90,10 +114,9 @@ class _FileReads:
         return self._num_started // self._per_buffer
 
     @property
-    def next_records(self) -> tuple[np.ndarray, FileRecords]:
-        """Records of the group after those that were started, and where they are."""
-        some = slice(self._num_started, self._num_started + self._per_buffer)
-        return self.records[some], self._stored[some]
+    def next_some(self) -> slice:
+        """Numbers of the records of the group after those that were started."""
+        return slice(self._num_started, self._num_started + self._per_buffer)
 
     def count_fitting(self, groups: list[_Group]) -> int:
         """Return how many first groups have all records of those that would be started next."""
@@ -274,22 +297,22 @@ class BlockReads:
         layer: int | None,
     ) -> Groups:
         """Yield groups, with the missing records of some buffers; the next ones are under way."""
-        number = np.cumsum(wanted.is_new & missing) - 1  # of the record that an item is or follows
+        absent = _Absent(wanted, missing)
         num_records, start, item = len(plan.records), 0, 0
         places = self._admit(layout, plan.records)  # filled as the records come
+        num_places = [0, *np.cumsum(places != 0).tolist()]  # of the first records
         try:
             while start < num_records:
                 self._keep_reading(plan, layer)
                 ready = plan.groups[: self._wait_for_some(plan.groups, layout)]
-                sources = np.concatenate([group.addresses(plan.places) for group in ready])
+                sources = _join([group.addresses(plan.places) for group in ready])
                 end = start + len(sources)
-                item_end = int(np.searchsorted(number, end)) if end < num_records else len(number)
-                some = slice(item, item_end)
-                addresses, absent = wanted.addresses[some], missing[some]
-                sources = self._fill_slots(layout, places[start:end], sources)
-                addresses[absent] = sources[number[some][absent] - start]
-                start, item = end, item_end
-                yield wanted.order[some], addresses
+                if num_places[start] < num_places[end]:
+                    sources = self._fill_slots(layout, places[start:end], sources)
+                absent.put(wanted.addresses, start, end, sources)
+                some = slice(item, absent.item_ends[end])
+                start, item = end, some.stop
+                yield wanted.order[some], wanted.addresses[some]
                 for group in plan.take_groups(len(ready)):
                     self._device.give_back(group.buffer)
             self._keep_reading(plan, layer)
@@ -376,13 +399,14 @@ class BlockReads:
             self._read_group(self._ahead)
 
     def _read_group(self, plan: _FileReads) -> None:
-        number, (records, stored) = plan.next_number, plan.next_records
-        buffer = self._device.take_buffer()
+        number, some = plan.next_number, plan.next_some
+        records, buffer = plan.records[some], self._device.take_buffer()
         computed = None
         if plan.queued is not None:
             plan.start(_Group(records, buffer, None))
             self._lower.start(plan.queued, number, buffer)
             return
+        stored = plan.stored[some]
         if self._inputs is not None:
             computed = self._inputs.start(plan.layout, records, buffer)
         plan.start(_Group(records, buffer, computed))
@@ -424,6 +448,10 @@ class BlockReads:
                 records = records[is_missing]
                 return self._plan(layout, records)
         return None
+
+
+def _join(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _order_of(records: np.ndarray) -> np.ndarray:

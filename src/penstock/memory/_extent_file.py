@@ -86,7 +86,7 @@ class StartedReads:
         repeat: Callable[[int, int, int], None],
         lent: AbstractContextManager[int],
     ) -> None:
-        self.num_bytes = int(requests[:, 2].sum())
+        self.num_bytes = sum(requests[:, 2].tolist())
         self.start_ns, self.end_ns = time.perf_counter_ns(), 0
         self._reads: QueuedReads | None = reads
         self._requests = requests
@@ -105,7 +105,7 @@ class StartedReads:
             # done, and all is done before the reads are forgotten.
             is_whole = self._reads.finish()
             try:
-                for number in np.flatnonzero(~is_whole).tolist():
+                for number in () if all(is_whole.tolist()) else np.flatnonzero(~is_whole).tolist():
                     self._repeat(*self._requests[number].tolist())
                     is_whole[number] = True
             except StoreError as error:

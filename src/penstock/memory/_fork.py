@@ -46,6 +46,11 @@ class _ReadGate:
             self._num_reads -= 1
             self._changed.notify_all()
 
+    @property
+    def lock(self) -> threading.Condition:
+        """The lock that no fork is made under, to start reads that `call_before_fork` ends."""
+        return self._changed
+
     def before_fork(self) -> None:
         """Wait for the reads in flight; the lock, kept over the fork, holds new ones back."""
         self._changed.acquire()

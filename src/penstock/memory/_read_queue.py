@@ -31,10 +31,10 @@ class QueuedReads:
         self._batch = ctypes.c_void_p()  # null until there is one: __del__ runs when this raises
         self._memory = memory
         self._is_whole = np.zeros(len(requests), dtype=bool)
-        self._is_whole_address = self._is_whole.ctypes.data
         self._generation = _fork.generation()
         requests = np.ascontiguousarray(requests, dtype=np.int64)
-        with _fork.read_gate:
+        with _fork.read_gate.lock:
+            _started.add(self)
             _library_of_queue().penstock_reads_start(
                 _queue(self._generation),
                 fd,
@@ -43,7 +43,6 @@ class QueuedReads:
                 alignment,
                 ctypes.byref(self._batch),
             )
-            _started.add(self)
 
     def have_ended(self, *, wait: bool = False) -> bool:
         """Return whether all have ended; with `wait`, true, unless a signal came."""
@@ -58,7 +57,7 @@ class QueuedReads:
             pass  # a signal's handler has run
         if self._batch and self._generation == _fork.generation():
             batch, self._batch = self._batch, ctypes.c_void_p()
-            _library_of_queue().penstock_reads_finish(batch, self._is_whole_address)
+            _library_of_queue().penstock_reads_finish(batch, self._is_whole.ctypes.data)
             _started.discard(self)
         return self._is_whole
 

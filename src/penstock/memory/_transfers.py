@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -141,18 +142,20 @@ class Transfers:
             ValueError: An address or length is not aligned.
             StoreError: There is no queue for this file.
         """
+        length_alignment = self.length_alignment
         if not self.queues_reads:
             raise StoreError(
                 f"reads of store {self.path!r} cannot be queued: call `read` in threads",
                 path=self.path,
             )
-        excess = requests[:, 1:] % (self.address_alignment, self.length_alignment)
-        if excess.any():
+        _, addresses, lengths = requests.T.tolist()
+        # Numbers are multiples of one if their greatest common divisor is.
+        if math.gcd(*addresses) % self.address_alignment or math.gcd(*lengths) % length_alignment:
             raise ValueError(
                 f"queued reads need addresses that are multiples of {self.address_alignment} and "
-                f"lengths of {self.length_alignment}; got {requests[:5, 1:].tolist()}"
+                f"lengths of {length_alignment}; got {requests[:5, 1:].tolist()}"
             )
-        return _queue_reads(fd, requests, self.length_alignment, memory)
+        return _queue_reads(fd, requests, length_alignment, memory)
 
     def _direct_bytes(self, address: int, num_bytes: int) -> int:
         if address % self.address_alignment:
