@@ -26,6 +26,7 @@ from kv_models import (
 from penstock.kv.transformers import PooledCache
 
 BLOCK = 16
+BEAMS = {"num_beams": 3, "output_scores": False}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -34,19 +35,25 @@ def make_cache(model: Any, budget: int | str = "64KiB", **options: Any) -> Any:
 
 
 @functools.cache
-def stock_40_tokens(kind: str) -> Any:
-    """Tokens and logits of `DynamicCache` for a prompt of 500, where torch runs on one thread."""
-    return generate(make_model(kind), make_prompt(500), 40)
+def stock_tokens(kind: str) -> Any:
+    """24 tokens and logits of `DynamicCache` for a prompt of 500, on one thread of torch."""
+    return generate(make_model(kind), make_prompt(500), 24)
+
+
+@functools.cache
+def stock_beams(kind: str) -> Any:
+    """24 tokens of `DynamicCache` for a prompt of 90, by beams, on one thread of torch."""
+    return generate(make_model(kind), make_prompt(90), 24, **BEAMS)
 
 
 @pytest.mark.parametrize("part", [4, 16])
 @pytest.mark.parametrize("kind", MODELS)
 def test_tokens_are_those_of_dynamic_cache(kind: str, part: int):
     model, prompt = make_model(kind), make_prompt(500)
-    theirs = stock_40_tokens(kind)
-    budget = cache_bytes(model, 540) // part
+    theirs = stock_tokens(kind)
+    budget = cache_bytes(model, 524) // part
     with make_cache(model, budget) as cache:
-        assert_same(generate(model, prompt, 40, past_key_values=cache), theirs)
+        assert_same(generate(model, prompt, 24, past_key_values=cache), theirs)
         check_bytes(cache.report(), budget)
         # All layers of this Mistral have a window, and all windows fit a quarter.
         assert (cache.report().num_misses > 0) == ((kind, part) != ("mistral", 4))
@@ -55,9 +62,9 @@ def test_tokens_are_those_of_dynamic_cache(kind: str, part: int):
 @pytest.mark.parametrize("kind", MODELS)
 def test_tokens_are_the_same_from_a_file(kind: str, store: Path):
     model, prompt = make_model(kind), make_prompt(500)
-    budget = cache_bytes(model, 540) // 16
+    budget = cache_bytes(model, 524) // 16
     with make_cache(model, budget, store=store) as cache:
-        assert_same(generate(model, prompt, 40, past_key_values=cache), stock_40_tokens(kind))
+        assert_same(generate(model, prompt, 24, past_key_values=cache), stock_tokens(kind))
         report = cache.report()
         assert report.file_bytes > 0
         assert report.host_bytes == 0
@@ -80,12 +87,14 @@ def test_a_decoder_of_other_depth_than_its_encoder(num_decoder_layers: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_200_tokens_are_the_same_from_a_file(kind: str, store: Path):
-    model, prompt = make_model(kind), make_prompt(250)
+    model, prompt = make_model(kind), make_prompt(60)
     theirs = generate(model, prompt, 200)
-    budget = cache_bytes(model, 450) // 16
+    budget = cache_bytes(model, 260) // 16
     with make_cache(model, budget, store=store) as cache:
         assert_same(generate(model, prompt, 200, past_key_values=cache), theirs)
-        check_bytes(cache.report(), budget)
+        report = cache.report()
+        assert report.num_misses > 0 and report.file_bytes > 0
+        check_bytes(report, budget)
 
 
 @pytest.mark.parametrize("kind", WITH_SINKS)
@@ -94,9 +103,9 @@ def test_attention_sinks(kind: str, store: Path):
     for module in model.modules():
         if getattr(module, "sinks", None) is not None:
             torch.nn.init.normal_(module.sinks, 2.0)  # a share of the weights that cannot be missed
-    theirs = generate(model, prompt, 60)
+    theirs = generate(model, prompt, 24)
     with make_cache(model, "128KiB", store=store) as cache:
-        assert_same(generate(model, prompt, 60, past_key_values=cache), theirs)
+        assert_same(generate(model, prompt, 24, past_key_values=cache), theirs)
         assert cache.report().num_misses > 0
         with torch.no_grad():
             beside = model(**prompt).logits  # a call without the cache, while it lives
@@ -156,9 +165,9 @@ def test_nothing_is_written_or_read_when_everything_fits(store: Path):
 def test_blocks_are_written_once(store: Path):
     model, prompt = make_model("llama"), make_prompt(300, batch_size=1)
     with make_cache(model, "48KiB", store=store) as cache:
-        generate(model, prompt, 100, past_key_values=cache)
+        generate(model, prompt, 40, past_key_values=cache)
         report = cache.report()
-        full_blocks = 2 * (399 // BLOCK)  # two layers; the last token was not appended
+        full_blocks = 2 * (339 // BLOCK)  # two layers; the last token was not appended
         assert report.num_blocks == full_blocks
         assert 0 < report.written_bytes <= full_blocks * 2 * BLOCK * 64 * 4
         assert report.file_bytes == report.written_bytes
@@ -190,10 +199,9 @@ def test_window_layers_keep_their_window_only(kind: str):
 @pytest.mark.parametrize("where", ["host", "file"])
 def test_beam_search(kind: str, where: str, store: Path):
     model, prompt = make_model(kind), make_prompt(90)
-    options = {"num_beams": 3, "output_scores": False}
-    theirs = generate(model, prompt, 24, **options)
+    theirs = stock_beams(kind)
     with make_cache(model, "64KiB", store=store if where == "file" else None) as cache:
-        ours = generate(model, prompt, 24, past_key_values=cache, **options)
+        ours = generate(model, prompt, 24, past_key_values=cache, **BEAMS)
         assert torch.equal(ours.sequences, theirs.sequences)
         torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores)
 
@@ -454,8 +462,12 @@ def test_half_precision(dtype: torch.dtype):
     torch.testing.assert_close(ours, theirs[:, 190:], atol=0.2, rtol=0.1)
 
 
-def test_a_compiled_model_breaks_its_graphs_at_the_cache():
-    model, tokens = make_model("llama"), make_prompt(70, batch_size=1)["input_ids"]
+def test_a_compiled_model_breaks_its_graphs_at_the_cache(monkeypatch: pytest.MonkeyPatch):
+    # Dynamo measures its guards after it has emptied the processor's caches: a seventh of the time.
+    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+    config, tokens = make_model("llama").config, make_prompt(70, batch_size=1)["input_ids"]
+    config.num_hidden_layers = 1
+    model = transformers.LlamaForCausalLM(config).eval()
     torch.compiler.reset()
     compiled: Any = torch.compile(model, backend="eager", dynamic=True)
     with make_cache(model) as cache, torch.no_grad():
@@ -474,16 +486,19 @@ def test_a_compiled_model_breaks_its_graphs_at_the_cache():
 @pytest.mark.parametrize("selector", ["window", "nosa", "accumulated"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "t5"])
 def test_selectors_read_less(selector: str, kind: str):
-    model, prompt = make_model(kind), make_prompt(500)
-    reads = []
-    for each in ("all", selector):
-        with make_cache(model, "128KiB", selector=each) as cache:
-            ours = generate(model, prompt, 12, past_key_values=cache)
-            assert ours.sequences.shape[1] >= 12
-            report = cache.report()
-            assert report.peak_device_bytes <= report.budget_bytes + report.tail_bytes
-            reads.append(report.num_hits + report.num_misses)
+    reads = [count_reads(each, kind) for each in ("all", selector)]
     assert reads[1] < reads[0] or kind == "t5"  # a short decoder, and cross attention reads all
+
+
+@functools.cache
+def count_reads(selector: str, kind: str) -> int:
+    model, prompt = make_model(kind), make_prompt(500)
+    with make_cache(model, "128KiB", selector=selector) as cache:
+        ours = generate(model, prompt, 12, past_key_values=cache)
+        assert ours.sequences.shape[1] >= 12
+        report = cache.report()
+        assert report.peak_device_bytes <= report.budget_bytes + report.tail_bytes
+        return report.num_hits + report.num_misses
 
 
 def test_a_selector_of_every_block_gives_the_same_tokens_over_beams():
