@@ -68,7 +68,10 @@ class Node:
     """The user's line that asked for it."""
 
     def __getitem__(self, name: str) -> Any:
-        return dict(self.attributes)[name]
+        for known, value in self.attributes:
+            if known == name:
+                return value
+        raise KeyError(name)
 
     @property
     def map(self) -> RowMap:
@@ -187,10 +190,7 @@ class ProgramBuilder:
         inputs = {i for i, node in enumerate(self.nodes) if node.op == "input"}
         kept = inputs | find_dependencies(self.nodes, outputs)
         place = {old: new for new, old in enumerate(sorted(kept))}
-        nodes = tuple(
-            dataclasses.replace(node, operands=tuple(place[operand] for operand in node.operands))
-            for node in (self.nodes[old] for old in place)
-        )
+        nodes = tuple(_move(self.nodes[old], place) for old in place)
         return Program(nodes, tuple(place[output] for output in outputs))
 
     def copy(self, node: Node, operands: Sequence[int]) -> int:
@@ -235,6 +235,14 @@ class ProgramBuilder:
         of_operands = {node.space for node in nodes}
         assert len(of_operands) == 1, (op, of_operands)
         return of_operands.pop()
+
+
+def _move(node: Node, place: dict[int, int]) -> Node:
+    """Return a node on operands that have new positions; itself where they are the old ones."""
+    operands = tuple(place[operand] for operand in node.operands)
+    if operands == node.operands:
+        return node
+    return Node(node.op, operands, node.space, node.shape, node.attributes, node.where)
 
 
 def infer_shape(op: str, shapes: list[Shape], attributes: dict[str, Any]) -> Shape:

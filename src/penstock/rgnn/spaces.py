@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 
 
 class Space(enum.Enum):
@@ -24,6 +25,8 @@ class Space(enum.Enum):
     RELATION = "relation"
     NODE_TYPE = "node type"
     ONE = "one"  # a single row: an untyped weight
+
+    __hash__ = object.__hash__  # there is one object of each; an Enum hashes its name every time
 
     def __repr__(self) -> str:
         return self.name
@@ -56,11 +59,13 @@ RELATION_SRC_TYPE = RowMap("type.src_type", Space.RELATION, Space.NODE_TYPE)
 RELATION_DST_TYPE = RowMap("type.dst_type", Space.RELATION, Space.NODE_TYPE)
 
 
+@functools.cache
 def to_one(space: Space) -> RowMap:
     """Return the map that sends every row of `space` to the single row of `Space.ONE`."""
     return RowMap(f"{space.name.lower()}.one", space, Space.ONE)
 
 
+@functools.cache
 def identity(space: Space) -> RowMap:
     """Return the map that sends every row of `space` to itself."""
     return RowMap(f"{space.name.lower()}.self", space, space)

@@ -50,4 +50,4 @@ def add_user_line(function: Callable[..., Any]) -> Iterator[None]:
 def describe_user_line() -> str:
     """Return the file's name, the number and the text of the user's line, for reports."""
     line = user_line(PROGRAMS)
-    return "" if line is None else f"{Path(line.file).name}:{line.number}: {line.text}"
+    return "" if line is None else f"{os.path.basename(line.file)}:{line.number}: {line.text}"
