@@ -290,7 +290,7 @@ def test_counted_bytes_are_those_of_the_closed_form():
     script = REPOSITORY / "benchmarks" / "_lora_bytes.py"
     path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [find_python("torch"), str(script), "--quick"],
+        [find_python("interpreter"), str(script), "--quick"],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path.rstrip(os.pathsep)},
         capture_output=True,
         text=True,

@@ -248,7 +248,7 @@ def test_the_picture_has_two_rates_at_least_on_its_axis(processor, tmp_path, mon
 def test_kernels_are_counted_under_the_interpreter(tmp_path):
     pytest.importorskip("triton")
     done = subprocess.run(
-        [find_python("torch"), str(HERE / "interpreted_explain.py"), str(tmp_path)],
+        [find_python("interpreter"), str(HERE / "interpreted_explain.py"), str(tmp_path)],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

@@ -4,7 +4,8 @@ Importing torch takes two seconds of a processor, Transformers and PEFT six, and
 well over a hundred processes that need them. A test that is about what a program does, and not
 about what a fresh interpreter has imported, starts `find_python("torch")` in place of
 `sys.executable`; "dynamo" where it captures steps or is a rank, "libraries" for Transformers, PEFT
-and PyG, as the workers of a run are. Penstock itself is imported by each process.
+and PyG, as the workers of a run are, "interpreter" where Triton interprets kernels. Penstock itself
+is imported by each process.
 Processes that `multiprocessing` spawns for a test are such programs, too (`pytest_configure`).
 A test that is about the end of a process adds `WHOLE_END` to its environment.
 """
@@ -25,12 +26,15 @@ VARIABLE = "FORK_SERVERS_OF_TESTS"
 LIBRARIES = {
     "torch": ["numpy", "torch", "pytest"],
     "dynamo": ["numpy", "torch", "torch._dynamo"],  # and Triton, which does not interpret then
+    "interpreter": ["numpy", "torch", "torch._dynamo", "triton", "triton.language", "pytest"],
     "libraries": [
         *("numpy", "torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2"),
         *("accelerate", "lightning", "transformers.trainer", "peft", "torch_geometric.loader"),
         *("torch._inductor.compile_fx", "torch.testing._internal.common_methods_invocations"),
     ],
 }
+VARIABLES = {"interpreter": {"TRITON_INTERPRET": "1"}}
+"""What libraries read of the environment when they are imported, by server."""
 WHOLE_END = {"FORK_SERVERS_END_LIBRARIES": "1"}
 """Environment of programs that take the libraries apart when they end, as `python` does."""
 LONGEST_LINE = 127  # that names an interpreter
@@ -53,7 +57,7 @@ class ForkServers:
                 [sys.executable, str(HERE / "_server.py"), str(address), *imported],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=environment,
+                env=environment | VARIABLES.get(name, {}),
                 text=True,
                 start_new_session=True,  # an interrupt is for the programs, not for the server
             )

@@ -20,6 +20,8 @@ from triton import language
 from triton.language import core
 from triton.runtime import interpreter
 
+from quick_operations import patch_operations
+
 _SIZES = "_sizes_of_tensors"  # an attribute of types: the shape of their tensors, its product
 _BY_ELEMENT = "_types_by_element"  # of types of blocks: those of the same shape
 
@@ -42,7 +44,6 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(builder, "options", options)
         patch.setattr(interpreter._LangPatchScope, "set_attr", _set_with_item(patch))
         patch.setattr(interpreter, "_patch_lang", _patch_once(interpreter._patch_lang))
-        patch.setattr(interpreter, "_patch_attr", _patch_attribute)
         patch.setattr(interpreter, "_get_np_dtype", _keep_dtypes(interpreter._get_np_dtype))
         patch.setattr(interpreter.TensorHandle, "__init__", _init_handle)
         patch.setattr(type(builder), "create_splat", _keep_booleans(type(builder).create_splat))
@@ -59,6 +60,7 @@ def quick_interpreter() -> Iterator[None]:
         )
         check = "binary_op_type_checking_impl"
         patch.setattr(semantic, check, _keep_checks(getattr(semantic, check)))
+        patch.setattr(interpreter, "_patch_attr", _patch_attribute(patch_operations(patch)))
         yield
 
 
@@ -88,15 +90,20 @@ def _patch_once(patch_language: Callable[[FunctionType], Any]) -> Callable[[Func
     return patch_once
 
 
-def _patch_attribute(target: object, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Have a function of the language called with the interpreter's semantics."""
-    semantic, function = interpreter.TritonSemantic(builder), getattr(member, "__wrapped__", member)
+def _patch_attribute(quick: dict[tuple[object, str], Callable[..., Any]]) -> Callable[..., None]:
+    """Have a function of the language called with the interpreter's semantics, or a quick one."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = semantic
-        return function(*args, **kwargs)
+    def patch_attribute(target: object, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic = interpreter.TritonSemantic(builder)
+        function = getattr(member, "__wrapped__", member)
 
-    scope.set_attr(target, name, call)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(target, name, quick.get((target, name), call))
+
+    return patch_attribute
 
 
 def _keep_dtypes(find: Callable[[Any], Any]) -> Callable[[Any], Any]:

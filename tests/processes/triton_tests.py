@@ -43,7 +43,16 @@ def run_interpreted(path: Path, *, at_least: int) -> None:
         at_least: The number of its tests that pass is this or larger, and none fails.
     """
     done = subprocess.run(
-        [find_python("torch"), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)],
+        [
+            find_python("interpreter"),
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            str(path),
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

@@ -207,8 +207,11 @@ def _run_before(function: Callable[..., Any], before: Callable[..., None]) -> Ca
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        before(*bound.args, **bound.kwargs)
+        if kwargs:
+            bound = signature.bind(*args, **kwargs)
+            before(*bound.args, **bound.kwargs)
+        else:  # binding takes longer than counting
+            before(*args)
         return function(*args, **kwargs)
 
     return run
