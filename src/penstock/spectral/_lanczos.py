@@ -315,6 +315,8 @@ class ThickRestartLanczos:
         Twice by the Cholesky factor of their Gram matrix; vectors that depend on each other are
         replaced by random ones, and their rows of R are zero.
         """
+        if len(w) == 1 and not w.is_complex():
+            return self._normalize_real(w)
         reduce = self.basis.reduce
         total = torch.eye(len(w), dtype=self._h.dtype, device="cpu")
         for turn in range(3):
@@ -333,6 +335,21 @@ class ThickRestartLanczos:
             if turn == 0 and self.basis.count and least <= 1e-2 * scale:
                 self.basis.orthogonalize(w)
         return total
+
+    def _normalize_real(self, w: Tensor) -> Tensor:
+        """Do the same for one vector of real numbers, whose factors are numbers: the same bits."""
+        total = 1.0
+        for turn in range(3):
+            g = float(self.basis.reduce(gram(w, w)))
+            check_finite(g)
+            factor = math.sqrt(g)
+            if turn == 0 and factor < self._tiny:
+                return self._normalize_one_by_one(w)
+            w.copy_(w.new_full((1, 1), 1 / factor) @ w)
+            total = factor * total
+            if turn and factor < 1 + 1e-10:
+                break
+        return torch.full((1, 1), total, dtype=self._h.dtype, device="cpu")
 
     @property
     def _tiny(self) -> float:
