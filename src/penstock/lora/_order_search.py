@@ -56,7 +56,8 @@ def search_orders(
         for step, sizes in enumerate(job.batches)
         for piece in range(len(sizes))
     ]
-    score = _score(jobs, _place(jobs, cap, depth, keys))
+    best = _place(jobs, cap, depth, keys)
+    score = _score(jobs, best)
     for _ in range(_PLACEMENTS // len(places)):
         if score[0] <= bound:
             break
@@ -64,55 +65,13 @@ def search_orders(
         before = [keys[j][t][i] for j, t, i in changed]
         for j, t, i in changed:
             keys[j][t][i] += chance.gauss(0.0, _SPREAD)
-        new = _try_keys(jobs, cap, depth, keys, tails, score[0])
-        if new is not None and new <= score:
-            score = new
+        tried = _place(jobs, cap, depth, keys)
+        if (new := _score(jobs, tried)) <= score:
+            best, score = tried, new
             continue
         for (j, t, i), key in zip(changed, before, strict=True):
             keys[j][t][i] = key
-    return _place(jobs, cap, depth, keys)
-
-
-def _try_keys(
-    jobs: Sequence[JobBatches],
-    cap: int,
-    depth: int,
-    keys: _Keys,
-    tails: Mapping[Step, int],
-    most: int,
-) -> tuple[int, int] | None:
-    """Return the score of `_place` with these keys; None as soon as it is above `most`."""
-    room = [cap] * most
-    heap = [
-        (key, number, piece)
-        for number, of_job in enumerate(keys)
-        for piece, key in enumerate(of_job[0])
-    ]
-    heapq.heapify(heap)
-    now = [0] * len(jobs)  # each job's step
-    left = [len(of_job[0]) for of_job in keys]  # pieces of that step that are not placed yet
-    first, ends = [0] * len(jobs), [0] * len(jobs)
-    while heap:
-        _, number, piece = heapq.heappop(heap)
-        step, place = now[number], first[number]
-        size = jobs[number].batches[step][piece]
-        while place < most and room[place] < size:
-            place += 1
-        if place == most:
-            return None
-        room[place] -= size
-        ends[number] = max(ends[number], place)
-        left[number] -= 1
-        if left[number] == 0 and step + 1 < len(keys[number]):
-            now[number] = step = step + 1
-            first[number] = ends[number] + depth
-            if first[number] + tails[number, step] > most:
-                return None
-            left[number] = len(keys[number][step])
-            for piece, key in enumerate(keys[number][step]):
-                heapq.heappush(heap, (key, number, piece))
-    last = max(ends)
-    return last + 1, cap - room[last]
+    return best
 
 
 def _place(jobs: Sequence[JobBatches], cap: int, depth: int, keys: _Keys) -> Positions:

@@ -221,25 +221,22 @@ def _check_pieces(schedule: Schedule, numbers: dict[str, int]) -> _Ends:
     for number, pieces in enumerate(schedule.micro_batches):
         load, before = 0, (-1, -1, -1)
         for name, step, piece, size in pieces:
+            where = f"micro-batch {number}: job {name!r}, step {step}, piece {piece}"
             steps = batches.get(name, ())
             if not (0 <= step < len(steps) and 0 <= piece < len(steps[step])):
-                where = _name_piece(number, name, step, piece)
                 raise PlanError(f"{where} is no piece of the jobs", rule="piece")
             if size != steps[step][piece]:
-                where = _name_piece(number, name, step, piece)
                 raise PlanError(
                     f"{where} has size {size}, but the job's is {steps[step][piece]}", rule="piece"
                 )
             if (name, step, piece) in seen:
-                where = _name_piece(number, name, step, piece)
                 raise PlanError(f"{where} comes a second time", rule="duplicate")
             seen.add((name, step, piece))
             if (place := (numbers[name], step, piece)) < before:
-                where = _name_piece(number, name, step, piece)
                 raise PlanError(f"{where} is not behind those before it", rule="order")
             before, load = place, load + size
-            first, _ = ends.get((name, step), (number, number))  # numbers ascend
-            ends[name, step] = first, number
+            first, last = ends.get((name, step), (number, number))
+            ends[name, step] = min(first, number), max(last, number)
         if load > schedule.cap:
             jobs = ", ".join(sorted({repr(piece.job) for piece in pieces}))
             raise PlanError(
@@ -255,10 +252,6 @@ def _check_pieces(schedule: Schedule, numbers: dict[str, int]) -> _Ends:
                         rule="missing",
                     )
     return ends
-
-
-def _name_piece(number: int, name: str, step: int, piece: int) -> str:
-    return f"micro-batch {number}: job {name!r}, step {step}, piece {piece}"
 
 
 def _check_steps(schedule: Schedule, job: JobBatches, ends: _Ends) -> None:
