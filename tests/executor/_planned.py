@@ -11,13 +11,27 @@ import torch
 from torch import nn
 
 from _steps import Case, differences, eager_step
-from _zoo import CASES
+from _zoo import CASES as ZOO
 from penstock.errors import InfeasibleError
 from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
 from penstock.planner import Plan, plan
 
 MACHINE = "v100-16gb-pcie3"
+LAYERS = {
+    "gpt2": "n_layer",
+    "t5": "num_layers",
+    **dict.fromkeys(("llama", "bert", "vit"), "num_hidden_layers"),
+}
+# With one layer (T5: of each kind), as most tests have them, and "deep ..." with two.
+CASES = {
+    **ZOO,
+    **{f"deep {name}": ZOO[name] for name in LAYERS},
+    **{
+        name: ZOO[name]._replace(make=functools.partial(ZOO[name].make, **{layers: 1}))
+        for name, layers in LAYERS.items()
+    },
+}
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizers] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -108,8 +122,9 @@ def everything(
     }
 
 
+@functools.cache
 def eagerly(case: str, optimizer: str, num_steps: int) -> dict[str, Any]:
-    """Results of ordinary training."""
+    """Results of ordinary training, for comparisons only."""
     model, stepper = trainee(CASES[case], optimizer)
     torch.manual_seed(1)
     losses = [eager_step(model, stepper, CASES[case]) for _ in range(num_steps)]

@@ -4,6 +4,8 @@ Freed memory is poisoned and transfers are compared (`debug=True`), so a value t
 the plan does not have it spoils the loss.
 """
 
+import functools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,11 +15,14 @@ from penstock.errors import InfeasibleError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "lstm")
+DEEP = {name: f"deep {name}" for name in MODELS if f"deep {name}" in CASES}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("case", MODELS)
 def test_a_quarter_of_the_memory_with_a_file(case, optimizer, store):
+    """Of more than one layer with SGD, whose update has few operators."""
+    case = DEEP.get(case, case) if optimizer == "sgd" else case
     assert unlike_eager(case, optimizer, share=1 / 4, tier="file", store=store) == []
 
 
@@ -59,10 +64,17 @@ def test_plans_of_all_sorts(percent, reorder, recompute, seed):
         )
     except InfeasibleError:
         return
-    ends = []
-    for planned in (full_plan("lstm", "adamw"), found):
-        case = CASES["lstm"]
-        model, stepper = trainee(case, "adamw")
-        with bind(planned, model, stepper, graph=graph, loss=case.loss, debug=True) as step:
-            ends.append([step(case.batch).item() for _ in range(3)])
-    assert ends[0] == ends[1]
+    assert losses_of(found) == losses_of_full_plan()
+
+
+def losses_of(planned):
+    case = CASES["lstm"]
+    model, stepper = trainee(case, "adamw")
+    graph = graph_of("lstm", "adamw")
+    with bind(planned, model, stepper, graph=graph, loss=case.loss, debug=True) as step:
+        return [step(case.batch).item() for _ in range(3)]
+
+
+@functools.cache
+def losses_of_full_plan():
+    return losses_of(full_plan("lstm", "adamw"))

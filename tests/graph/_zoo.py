@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +17,15 @@ LABELLED = {"input_ids": IDS, "labels": IDS}
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32).sin()
 
 
-def from_transformers(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+def _make_from_transformers(model: str, config: str, **options: Any) -> nn.Module:
+    import transformers
+
+    return getattr(transformers, model)(getattr(transformers, config)(**options)).train()
+
+
+def from_transformers(model: str, config: str, **options: Any) -> Callable[..., nn.Module]:
     """Return a maker of a model of a library that is imported when it is called."""
-
-    def make() -> nn.Module:
-        import transformers
-
-        return getattr(transformers, model)(getattr(transformers, config)(**options)).train()
-
-    return make
+    return functools.partial(_make_from_transformers, model, config, **options)
 
 
 class Lstm(nn.Module):
