@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from _planned import bound, eagerly, everything, graph_of, trainee
+from _planned import CASES, bound, eagerly, everything, graph_of, trainee
 from _steps import differences
-from _zoo import CASES
 from penstock.compat.autograd import set_grad_enabled
 from penstock.errors import GraphFileError
 from penstock.executor import bind
 from penstock.executor.device.base import Device
 from penstock.executor.device.links import ThreadLink
 from penstock.executor.program.executable import BoundaryStage, Executable, Segments
-from penstock.executor.run import binder
+from penstock.executor.run import binder, report
 from penstock.executor.run._loss import LossCheck
 from penstock.executor.run.execution import Execution
 from penstock.executor.run.interrupts import Interrupts
@@ -29,7 +28,8 @@ from simulated_cuda import Event, SimulatedCuda
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NUM_STEPS = 9  # more than are timed
+NUM_TIMED = 2
+NUM_STEPS = 1 + NUM_TIMED + 2  # the first, those that are timed, one that records, one that replays
 
 
 class LateDevice(Device):
@@ -95,6 +95,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         run(self)
         device.synchronize()  # versions count when an operator is launched; here when it runs
 
+    monkeypatch.setattr(report, "_MAX_STEPS", NUM_TIMED)
     monkeypatch.setattr(binder, "device_of", lambda graph: device)
     monkeypatch.setattr(Executable, "add", add_late)
     monkeypatch.setattr(Execution, "_run", run_and_wait)
@@ -130,12 +131,12 @@ def test_the_bits_are_those_of_eager_training(case, tier, store, late):
     with bound(case, "adamw", model, stepper, share=1 / 4, tier=tier, store=store) as step:
         torch.manual_seed(1)
         losses = [step(CASES[case].batch) for _ in range(NUM_STEPS)]
-        report = step.report()
+        found = step.report()
     assert differences(expected, everything(model, stepper, losses), "") == []
-    assert sum(report.moved_bytes.values()) > 0
-    assert report.num_recorded == late.num_recorded
+    assert sum(found.moved_bytes.values()) > 0
+    assert found.num_recorded == late.num_recorded
     # With a transfer after every few operators, as plans of the others may have, none are worth it.
-    assert report.num_recorded > 0 or case != "gpt2"
+    assert found.num_recorded > 0 or case != "gpt2"
 
 
 def test_the_backward_pass_is_under_way_when_the_loss_is_checked(store, late, monkeypatch):
