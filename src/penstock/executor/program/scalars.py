@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from penstock.compat.dispatch import tree_leaves, tree_map
 from penstock.graph import TensorView
 
 _INFIX = {
@@ -113,9 +112,19 @@ class Scalars:
 
 def has_scalars(arguments: Any) -> bool:
     """Return whether there are scalar expressions among arguments."""
-    return any(isinstance(each, ScalarExpression) for each in tree_leaves(arguments))
+    if isinstance(arguments, list | tuple):
+        return any(map(has_scalars, arguments))
+    if isinstance(arguments, dict):
+        return any(map(has_scalars, arguments.values()))
+    return isinstance(arguments, ScalarExpression)
 
 
 def fill_in_scalars(arguments: Any) -> Any:
     """Return arguments with a number in the place of each expression, for a trial call."""
-    return tree_map(lambda each: 0.5 if isinstance(each, ScalarExpression) else each, arguments)
+    if isinstance(arguments, ScalarExpression):
+        return 0.5
+    if type(arguments) in (list, tuple):
+        return type(arguments)(map(fill_in_scalars, arguments))
+    if isinstance(arguments, dict):
+        return {name: fill_in_scalars(each) for name, each in arguments.items()}
+    return arguments
