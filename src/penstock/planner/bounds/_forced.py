@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock._lazy import cached_property
 from penstock.graph import StepGraph
 from penstock.planner._request import LinkRates
 from penstock.planner.bounds._fixed_order import saved_bytes
@@ -82,6 +83,12 @@ class Forced:
     ancestors: np.ndarray  # packed bits
     descendants: np.ndarray
 
+    @cached_property
+    def recomputable_by_cost(self) -> list[tuple[float, np.ndarray]]:
+        """Seconds per byte of each class, the cheapest first, with its bytes."""
+        levels = sorted(self.recomputable_bytes.items())
+        return [(level_cost(level), num_bytes) for level, num_bytes in levels]
+
     def ancestors_of(self, operator: int) -> np.ndarray:
         """Return which operators run before one in any order, as booleans."""
         return np.unpackbits(self.ancestors[operator], count=len(self.here)).astype(bool)
@@ -97,19 +104,21 @@ def _least(
     """Return the largest, over operators, of the least over X."""
     recomputable_bytes = sum(forced.recomputable_bytes.values(), np.zeros_like(excess))
     low, high = np.maximum(excess - recomputable_bytes, 0.0), np.maximum(excess, 0.0)
-    for _ in range(60):  # the seconds are convex in the bytes
+    for _ in range(60 if (low < high).any() else 0):  # the seconds are convex in the bytes
         third = (high - low) / 3
-        better = seconds(low + third) <= seconds(high - third)
-        low, high = np.where(better, low, low + third), np.where(better, high - third, high)
+        inner = np.stack((low + third, high - third))
+        left, right = seconds(inner)
+        better = left <= right
+        low, high = np.where(better, low, inner[0]), np.where(better, inner[1], high)
     return float(seconds((low + high) / 2).max(initial=0.0))
 
 
 def _recompute_seconds(forced: Forced, remade: np.ndarray) -> np.ndarray:
     """Return W: the least time in which so many bytes can be recomputed."""
     seconds, left = np.zeros_like(remade), remade.copy()
-    for level, num_bytes in sorted(forced.recomputable_bytes.items()):
+    for cost, num_bytes in forced.recomputable_by_cost:
         taken = np.minimum(left, num_bytes)
-        seconds += taken * level_cost(level)
+        seconds += taken * cost
         left -= taken
     return seconds
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.planner._request import PlanRequest
 from penstock.planner.search._drops import DropFamilies, DropProposals
-from penstock.planner.search._orders import move_gradients_late, move_updates_early
+from penstock.planner.search._orders import greedy_weights, move_gradients_late, move_updates_early
 from penstock.planner.search._problem import GreedyWeights, Problem
 from penstock.planner.search._recompute import RecomputeChains, mark_brief
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
@@ -85,6 +85,9 @@ class AutoSearch:
         self.tighter: list[SearchCandidate] = []
         self._kept: list[SearchCandidate] = []  # finalists of the searches that are over
         self._quick: dict[tuple[bytes, frozenset[int]], EvictionChoice | None] = {}
+        # Neighbours of a choice, by order, dropped storages and whether profiles were tried.
+        self._near: EvictionChoice | None = None
+        self._neighbours: dict[tuple[bytes, frozenset[int], bool], SearchCandidate | None] = {}
         self._seed = seed
         self._on_better = on_better
         self._chains = RecomputeChains(graph)
@@ -225,7 +228,7 @@ class AutoSearch:
             for find, argument in [
                 (move_updates_early, graph),
                 (move_gradients_late, graph),
-                *((greedy, weights) for weights in self._weights()),
+                *((greedy, weights) for weights in greedy_weights(self.arena.capacity)),
             ]:
                 if self._is_late():
                     break
@@ -308,23 +311,6 @@ class AutoSearch:
 
     def _is_ideal(self) -> bool:
         return self.best is not None and self.best.seconds <= self._ideal_seconds * (1 + 1e-6)
-
-    def _weights(self) -> list[GreedyWeights]:
-        """Return weights of greedy orders; program order decides between equals."""
-        capacity = self.arena.capacity
-        late = max(1.0, capacity / 1e5)
-        return [
-            GreedyWeights(0, 1, 1, late, capacity),
-            GreedyWeights(1, 1, 1, late, capacity),
-            GreedyWeights(1, 1, 1, late * 100, capacity),
-            GreedyWeights(1, 0.5, 1, late, capacity // 2),
-            GreedyWeights(1, 0, 1, late * 10, capacity // 2),
-            GreedyWeights(1, 0, 0, late * 10, capacity // 4),
-            GreedyWeights(4, 1, 1, late, capacity // 2),
-            GreedyWeights(0, 1, 1, 0, capacity, 1024),
-            GreedyWeights(1, 1, 1, 0, capacity // 2, 1024),
-            GreedyWeights(0, 0, 1, late * 1000, capacity),
-        ]
 
     def _sequence(self, order: np.ndarray, dropped: frozenset[int]) -> OperatorSequence | None:
         if not dropped:
@@ -466,12 +452,30 @@ class AutoSearch:
     def _try_neighbour(
         self, order: np.ndarray, dropped: frozenset[int], *, also_quick: bool = True
     ) -> bool:
-        """Time a neighbour of the best with the best's own profile, scaled to its length."""
+        """Time a neighbour of the best with the best's own profile, scaled to its length.
+
+        Where few values can be dropped the same neighbours come again and again.
+        """
+        assert self.best is not None
+        if self._near is not self.best.choice:
+            self._near = self.best.choice
+            self._neighbours.clear()
+        key = order.tobytes(), dropped, also_quick
+        if key not in self._neighbours:
+            if len(self._neighbours) * len(order) > _MAX_QUICK:
+                del self._neighbours[next(iter(self._neighbours))]
+            self._neighbours[key] = self._time_neighbour(order, dropped, also_quick=also_quick)
+        found = self._neighbours[key]
+        return found is not None and self._note(found)
+
+    def _time_neighbour(
+        self, order: np.ndarray, dropped: frozenset[int], *, also_quick: bool
+    ) -> SearchCandidate | None:
         best = self.best
         assert best is not None
         sequence = self._sequence(order, dropped)
         if sequence is None or sequence.compute_seconds >= best.seconds:
-            return False
+            return None
         search = ResidencySearch(sequence, self.arena)
         shares = best.choice.shares
         at = np.linspace(0, len(shares) - 1, len(sequence.order)).round().astype(int)
@@ -480,7 +484,7 @@ class AutoSearch:
             found = min(
                 filter(None, (found, search.quick())), key=lambda r: r.seconds, default=None
             )
-        return found is not None and self._note(SearchCandidate(order, dropped, found))
+        return None if found is None else SearchCandidate(order, dropped, found)
 
 
 def frozen_decisions(reorder: bool, recompute: bool) -> list[tuple[bool, bool]]:

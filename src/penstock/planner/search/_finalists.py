@@ -15,10 +15,12 @@ from penstock.errors import InfeasibleError
 from penstock.planner.search._auto import SearchCandidate
 from penstock.planner.search._offsets import (
     Addressed,
+    KeptReplays,
     assign_offsets,
     better_failure,
     engine_intervals,
     pack_offsets,
+    subtract_previous,
     sufficient_bytes,
 )
 from penstock.planner.search._place_search import PlaceSearch
@@ -39,6 +41,7 @@ _NUM_LATE_TRIES = 3  # choices for which the engine is asked even if there is no
 _WORTH_IT = 0.998  # of the best time: smaller gains are not searched for
 # A wait, as a share of the step, from which on an interval gets a higher priority.
 _LONG_WAIT = 1e-4
+_AGAIN_CHANCES = (0.1, 0.3, 1.0)  # that an interval which waits gets it
 _WORTH_A_TRY = 0.999  # of the best time: choices that take longer in bytes alone are skipped
 # Shares of the arena for which choices are made; so many are tried once before the best of them are
 # tried again, then some now and then.
@@ -196,25 +199,23 @@ class PrioritySearch:
 
     Attributes:
         seconds: Of a step with the best priorities so far; infinite if none gave all a place.
+        floor: Seconds of a step for which bytes alone are counted.
     """
 
     def __init__(
         self, choice: EvictionChoice, arena: Arena, strategy: int, random: np.random.Generator
     ) -> None:
         assert arena.lower is not None
-        self.seconds = np.inf
+        self.seconds, self.floor = np.inf, choice.seconds
         self._choice, self._strategy, self._random = choice, strategy, random
         self._rates = arena.lower.rates
         self._capacity = arena.capacity - arena.capacity % choice.sequence.problem.alignment
         self._intervals = engine_intervals(choice, self._rates)
+        self._replay = KeptReplays(choice, self._rates)
         self._starts = self._intervals["start"] % len(choice.sequence.order)
+        self._is_movable = self._intervals["arrives"] != ALWAYS
         self._priority = np.zeros(len(self._intervals))
         self._best_priority = self._priority.copy()
-
-    @property
-    def floor(self) -> float:
-        """Seconds of a step for which bytes alone are counted."""
-        return self._choice.seconds
 
     @property
     def num_intervals(self) -> int:
@@ -235,7 +236,7 @@ class PrioritySearch:
             lacking = intervals["offset"] < 0
             self._priority[lacking] += random.uniform(0.02, 0.3, int(lacking.sum()))
             return None
-        replay = choice.sequence.replay(choice.evicted, intervals, self._rates, tier=choice.tier)
+        replay = self._replay(intervals)
         found: Addressed | None = None
         seconds = replay.step_seconds + choice.interference_seconds
         if replay.overflow <= 0 and seconds < self.seconds:
@@ -243,10 +244,11 @@ class PrioritySearch:
             self.seconds, self._best_priority = found[0].seconds, self._priority.copy()
         else:
             self._priority = self._best_priority.copy()
-        waits = np.diff(replay.starts - choice.replay.starts, prepend=0.0)[self._starts]
-        is_waiting = (waits > _LONG_WAIT * choice.seconds) & (intervals["arrives"] != ALWAYS)
-        waiting = np.flatnonzero(is_waiting)
-        waiting = waiting[random.random(len(waiting)) < random.choice((0.1, 0.3, 1.0))]
+        waits = subtract_previous(replay.starts - choice.replay.starts)[self._starts]
+        is_waiting = (waits > _LONG_WAIT * choice.seconds) & self._is_movable
+        waiting = is_waiting.nonzero()[0]
+        chances = random.random(len(waiting))
+        waiting = waiting[chances < _AGAIN_CHANCES[random.integers(len(_AGAIN_CHANCES))]]
         self._priority[waiting] += random.uniform(0.0, 0.2)
         if random.random() < 0.3:
             self._priority += random.uniform(0.0, 0.05) * random.random(len(self._priority))
@@ -279,7 +281,7 @@ def improve_offsets(
     places, waiting = waiting[:_NUM_PLACED_AT_ONCE], waiting[_NUM_PLACED_AT_ONCE:]
     longest = 0.0  # the longest time of a try
     while places and (now := time.monotonic()) + longest < deadline:
-        search = _choose_fast(places, random)
+        search = _choose_fast(_rank_by_time(places), random)
         most = min(_MAX_PLACE_FAILURES, _PLACE_FAILURES_OF_INTERVAL * search.num_intervals)
         if not search.try_places() and search.failures >= most:
             places = [each for each in places if each is not search] + waiting[:1]
@@ -304,6 +306,7 @@ def _improve_priorities(
     untried = _searches(choices, arena, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
     most = _MAX_FAILURES
+    ranked: list[PrioritySearch] = []  # those tried that are worth it, while nothing changes
     while failures < most and (now := time.monotonic()) + longest < deadline:
         search = None
         if len(tried) < _NUM_SURVEYED or random.random() < _SHARE_OF_UNTRIED:
@@ -312,15 +315,18 @@ def _improve_priorities(
             )
         if search is not None:
             tried.append(search)
+            ranked = []
         else:
-            tried = [one for one in tried if one.floor < best[0].seconds * _WORTH_A_TRY]
-            if not tried:
+            if not ranked:
+                tried = [one for one in tried if one.floor < best[0].seconds * _WORTH_A_TRY]
+                ranked = _rank_by_time(tried)
+            if not ranked:
                 break
-            search = _choose_fast(tried, random)
+            search = _choose_fast(ranked, random)
         most = min(_MAX_FAILURES, _FAILURES_OF_INTERVAL * search.num_intervals)
         found = search.try_priorities()
         if found is not None:
-            best_of[search] = found
+            best_of[search], ranked = found, []
         if found is not None and found[0].seconds < best[0].seconds:
             best, failures = found, 0
         else:
@@ -329,10 +335,14 @@ def _improve_priorities(
     return sorted([given, *best_of.values()], key=lambda one: one[0].seconds)
 
 
-def _choose_fast(tried: Sequence[_Search], random: np.random.Generator) -> _Search:
+def _rank_by_time(tried: Sequence[_Search]) -> list[_Search]:
+    """Sort searches by what they have found, then by how fast they may become at the most."""
+    return sorted(tried, key=lambda one: (one.seconds, -one.floor))
+
+
+def _choose_fast(ranked: Sequence[_Search], random: np.random.Generator) -> _Search:
     """Choose one of the fastest searches, mostly the first."""
-    by_time = sorted(tried, key=lambda one: (one.seconds, -one.floor))
-    return by_time[min(int(random.exponential(0.7)), len(by_time) - 1)]
+    return ranked[min(int(random.exponential(0.7)), len(ranked) - 1)]
 
 
 def _searches(

@@ -22,7 +22,7 @@ from penstock.planner._request import LinkRates
 from penstock.planner.packing import Buffer, pack
 from penstock.planner.search._problem import ALWAYS, INTERVAL
 from penstock.planner.search._residency import Arena, EvictionChoice, ResidencySearch
-from penstock.planner.search._sequence import NUM_STRATEGIES
+from penstock.planner.search._sequence import NUM_STRATEGIES, ReplayTimes
 
 # Share of the arena by which it is lowered where an interval found no place; twice as much each
 # time that this was not enough.
@@ -33,6 +33,9 @@ _LONG_WAIT = 0.001
 # Parts of the time on the links for which the packer reserves bytes.
 _SLACKS = (1.0, 0.35, 0.0)
 _AS_GOOD = 1.001
+
+# Few intervals get the same offsets again and again.
+_FEW_INTERVALS, _MOST_KEPT = 64, 512
 
 Addressed = tuple[EvictionChoice, list[int]]
 """A choice with the times that its offsets allow, and the offset of each chain of intervals."""
@@ -102,7 +105,7 @@ def _assign_by(
                 best = dataclasses.replace(choice, replay=replay), intervals["offset"].tolist()
                 worth = best[0].seconds
             # Where a transfer waits for an address, a lower arena may be faster.
-            waits = np.diff(replay.starts - choice.replay.starts, prepend=0.0)
+            waits = subtract_previous(replay.starts - choice.replay.starts)
             missing = (waits > _LONG_WAIT * choice.seconds).astype(np.int64)
         lacking = np.flatnonzero(missing)
         if not len(lacking):
@@ -241,3 +244,31 @@ def _seconds_at(choice: EvictionChoice, boundaries: np.ndarray) -> np.ndarray:
     """Return when boundaries, of any step, are reached, in seconds since the step began."""
     steps, positions = np.divmod(boundaries, len(choice.sequence.order))
     return steps * choice.replay.step_seconds + choice.replay.starts[positions]
+
+
+def subtract_previous(seconds: np.ndarray) -> np.ndarray:
+    """Subtract from each element the one before it."""
+    differences = seconds.copy()
+    differences[1:] -= seconds[:-1]
+    return differences
+
+
+class KeptReplays:
+    """Times of a choice of evictions by offsets, kept where there are few intervals."""
+
+    def __init__(self, choice: EvictionChoice, rates: Sequence[LinkRates]) -> None:
+        self._choice, self._rates = choice, rates
+        self._kept: dict[bytes, ReplayTimes] = {}
+
+    def __call__(self, intervals: np.ndarray) -> ReplayTimes:
+        """Time a step with the offsets of intervals, whose other fields never change."""
+        choice, is_kept = self._choice, len(intervals) <= _FEW_INTERVALS
+        key = intervals["offset"].tobytes() if is_kept else b""
+        if is_kept and key in self._kept:
+            return self._kept[key]
+        replay = choice.sequence.replay(choice.evicted, intervals, self._rates, tier=choice.tier)
+        if is_kept:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = replay
+        return replay

@@ -1,7 +1,7 @@
-"""Orders that suit a training step: early updates, and late gradients of weights.
+"""Orders that suit a training step: early updates, late gradients of weights, greedy ones.
 
-Both take the program's own order for everything else. A greedy order weighs operators that are
-ready, one by one; these move all operators of one weight together, over any distance.
+The first two take the program's own order for everything else: they move all operators of one
+weight together, over any distance, where a greedy order weighs operators that are ready one by one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.graph import Phase, StepGraph
+from penstock.planner.search._problem import GreedyWeights
 
 
 def move_updates_early(graph: StepGraph) -> np.ndarray:
@@ -87,3 +88,20 @@ def _order_groups(graph: StepGraph, groups: Sequence[int | None]) -> np.ndarray:
                     if not missing[group]:
                         heapq.heappush(ready, (False, group))
     return np.array(order, np.int32)
+
+
+def greedy_weights(capacity: int) -> list[GreedyWeights]:
+    """Return weights of greedy orders for an arena; program order decides between equals."""
+    late = max(1.0, capacity / 1e5)
+    return [
+        GreedyWeights(0, 1, 1, late, capacity),
+        GreedyWeights(1, 1, 1, late, capacity),
+        GreedyWeights(1, 1, 1, late * 100, capacity),
+        GreedyWeights(1, 0.5, 1, late, capacity // 2),
+        GreedyWeights(1, 0, 1, late * 10, capacity // 2),
+        GreedyWeights(1, 0, 0, late * 10, capacity // 4),
+        GreedyWeights(4, 1, 1, late, capacity // 2),
+        GreedyWeights(0, 1, 1, 0, capacity, 1024),
+        GreedyWeights(1, 1, 1, 0, capacity // 2, 1024),
+        GreedyWeights(0, 0, 1, late * 1000, capacity),
+    ]

@@ -10,7 +10,12 @@ import dataclasses
 
 import numpy as np
 
-from penstock.planner.search._offsets import Addressed, engine_intervals
+from penstock.planner.search._offsets import (
+    Addressed,
+    KeptReplays,
+    engine_intervals,
+    subtract_previous,
+)
 from penstock.planner.search._problem import ALWAYS
 from penstock.planner.search._residency import Arena
 from penstock.planner.search._sequence import AGAIN
@@ -32,6 +37,8 @@ class PlaceSearch:
 
     Attributes:
         best: The choice with its offsets.
+        floor: Seconds of a step for which bytes alone are counted.
+        num_intervals: Number of intervals that may be placed anew.
         failures: Tries since the last one that made the step shorter.
     """
 
@@ -46,32 +53,26 @@ class PlaceSearch:
             choice.evicted, arena.capacity, self._rates, tier=choice.tier
         )
         self._step_seconds = replay.step_seconds
+        self.floor = replay.step_seconds + choice.interference_seconds
+        self._seconds = self._sequence.problem.operator_seconds[self._sequence.order]
+        self._elapsed = np.cumsum(self._seconds)
         self._intervals = engine_intervals(dataclasses.replace(choice, replay=replay), self._rates)
         self._intervals["offset"] = best[1]
         self._starts = self._intervals["start"] % len(self._sequence.order)
         self._is_movable = self._intervals["arrives"] != ALWAYS
+        self.num_intervals = int(self._is_movable.sum())
         self._bytes_alone = self._stalls(replay.starts)
+        self._cumulated_waits = self._cumulate_waits()
+        self._replay = KeptReplays(choice, self._rates)
 
     @property
     def seconds(self) -> float:
         """Seconds of a step with the best offsets."""
         return self.best[0].seconds
 
-    @property
-    def floor(self) -> float:
-        """Seconds of a step for which bytes alone are counted."""
-        return self._step_seconds + self.best[0].interference_seconds
-
-    @property
-    def num_intervals(self) -> int:
-        """Number of intervals that may be placed anew."""
-        return int(self._is_movable.sum())
-
     def _stalls(self, starts: np.ndarray) -> np.ndarray:
         """Return per position the seconds between the end of the operator before and its start."""
-        sequence = self._sequence
-        seconds = sequence.problem.operator_seconds[sequence.order]
-        return np.diff(starts - np.cumsum(seconds) + seconds, prepend=0.0)
+        return subtract_previous(starts - self._elapsed + self._seconds)
 
     def try_places(self) -> bool:
         """Place some intervals anew; return whether that is faster."""
@@ -81,17 +82,26 @@ class PlaceSearch:
         self.failures = 0 if is_faster else self.failures + 1
         return is_faster
 
-    def _place_anew(self) -> None:
-        random, choice = self._random, self.best[0]
+    def _cumulate_waits(self) -> np.ndarray | None:
+        """Return the parts of all waits that lie up to each position; None if none is long."""
+        choice = self.best[0]
         waits = self._stalls(choice.replay.starts) - self._bytes_alone
         waits[waits < _LONG_WAIT * choice.seconds] = 0.0
         if not waits.any():
+            return None
+        cumulated = (waits / waits.sum()).cumsum()
+        return cumulated / cumulated[-1]
+
+    def _place_anew(self) -> None:
+        if self._cumulated_waits is None:
             return
-        position = random.choice(len(waits), p=waits / waits.sum())
-        waiting = np.flatnonzero((self._starts == position) & self._is_movable)
+        position = self._cumulated_waits.searchsorted(self._random.random(), side="right")
+        waiting = ((self._starts == position) & self._is_movable).nonzero()[0]
         if not len(waiting):
             return
-        moved = np.union1d(waiting, self._choose_around(waiting))
+        is_moved = np.zeros(len(self._intervals), bool)
+        is_moved[waiting] = is_moved[self._choose_around(waiting)] = True
+        moved = is_moved.nonzero()[0]
         intervals = self._intervals.copy()
         intervals["offset"][moved] = -1
         missing = self._sequence.assign_offsets(
@@ -103,31 +113,33 @@ class PlaceSearch:
         )
         if missing.any():
             return
-        replay = self._sequence.replay(choice.evicted, intervals, self._rates, tier=choice.tier)
+        choice, replay = self.best[0], self._replay(intervals)
         before = choice.replay.step_seconds
         if replay.overflow > 0 or replay.step_seconds > before * (1 + 1e-9):
             return
         self._intervals = intervals
         self.best = dataclasses.replace(choice, replay=replay), intervals["offset"].tolist()
+        self._cumulated_waits = self._cumulate_waits()
 
     def _choose_around(self, waiting: np.ndarray) -> np.ndarray:
         """Choose intervals that are there with those that wait, in a range of addresses."""
         random, intervals, step = self._random, self._intervals, self._step_seconds
-        largest = waiting[np.argmax(intervals["bytes"][waiting])]
-        num_bytes = intervals["bytes"][largest]
-        begin = intervals["from"][largest] - random.choice(_AHEAD) * step
-        end = min(intervals["until"][largest], begin + step)
-        width = num_bytes * random.choice(_WIDTHS)
+        sizes, starts, ends = (intervals[name] for name in ("bytes", "from", "until"))
+        largest = waiting[sizes[waiting].argmax()]
+        num_bytes = int(sizes[largest])
+        begin = starts[largest] - _AHEAD[random.integers(len(_AHEAD))] * step
+        end = min(ends[largest], begin + step)
+        width = num_bytes * _WIDTHS[random.integers(len(_WIDTHS))]
+        offsets = intervals["offset"]
         low = random.uniform(-num_bytes, self._capacity)
         if random.random() < _NEAR:
-            low = intervals["offset"][largest] - random.uniform(0, width)
-        ends = intervals["offset"] + intervals["bytes"]
-        inside = (intervals["offset"] < low + width) & (ends > low) & self._is_movable
-        inside &= intervals["bytes"] > num_bytes * _TINY
-        meets = np.zeros(len(intervals), bool)
-        for shift in (-step, 0.0, step):
-            meets |= (intervals["from"] + shift < end) & (intervals["until"] + shift > begin)
-        around = np.flatnonzero(inside & meets)
+            low = offsets[largest] - random.uniform(0, width)
+        inside = (offsets < low + width) & (offsets + sizes > low) & self._is_movable
+        inside &= sizes > num_bytes * _TINY
+        meets = (starts < end) & (ends > begin)
+        for shift in (-step, step):
+            meets |= (starts + shift < end) & (ends + shift > begin)
+        around = (inside & meets).nonzero()[0]
         if len(around) > _MOST_MOVED:
             around = random.choice(around, _MOST_MOVED, replace=False)
         return around

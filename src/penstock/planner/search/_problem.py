@@ -135,12 +135,15 @@ def _take_arrays(function: Callable[..., Any], kinds: Sequence[Any]) -> Callable
     exception in a conversion: also of the KeyboardInterrupt at which a search ends early.
     """
     dtypes = [kind.dtype if isinstance(kind, _ElementsType) else None for kind in kinds]
+    arrays = [(index, dtype) for index, dtype in enumerate(dtypes) if dtype is not None]
 
     def call(*arguments: Any) -> Any:
-        converted = [
-            argument if dtype is None or argument is None else _find_elements(argument, dtype)
-            for dtype, argument in zip(dtypes, arguments, strict=True)
-        ]
+        if len(arguments) != len(dtypes):
+            raise TypeError(f"expected {len(dtypes)} arguments; got {len(arguments)}")
+        converted = list(arguments)
+        for index, dtype in arrays:
+            if converted[index] is not None:
+                converted[index] = _find_elements(converted[index], dtype)
         return function(*converted)
 
     return call

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ SHARES = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.25)
 _QUICK_SHARES = (1.0, 0.92, 0.8, 0.65, 0.45)
 _MAX_SEGMENTS = 32
 _NUM_TIER_TRIES = 5
+_FEW_HOLES = 64  # have the same evictions for many profiles
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class ResidencySearch:
 
     def __init__(self, sequence: OperatorSequence, arena: Arena) -> None:
         self.sequence, self.capacity, self.lower = sequence, arena.capacity, arena.lower
+        self._is_short = len(sequence.hole_object) <= _FEW_HOLES
+        self._replays: dict[tuple[bytes, bytes, int], ReplayTimes] = {}
 
     def at(
         self, shares: np.ndarray, *, prefetch_distance: int = MAX_PREFETCH_DISTANCE
@@ -102,18 +105,32 @@ class ResidencySearch:
             if chosen is None:
                 return None
             evicted, tier = chosen
-        replay = sequence.replay(
+        replay = self._replay(evicted, tier, prefetch_distance)
+        if replay.overflow > 0:
+            return None
+        return EvictionChoice(
+            sequence, evicted, replay, shares, tier, self._interference(evicted, tier)
+        )
+
+    def _replay(
+        self, evicted: np.ndarray, tier: np.ndarray | None, prefetch_distance: int
+    ) -> ReplayTimes:
+        """Time evictions, those of few holes once: they are the same for many profiles."""
+        key = b"", b"", prefetch_distance
+        if self._is_short:
+            key = evicted.tobytes(), b"" if tier is None else tier.tobytes(), prefetch_distance
+            if key in self._replays:
+                return self._replays[key]
+        replay = self.sequence.replay(
             evicted,
             self.capacity,
             self.lower.rates if self.lower else (LinkRates(1.0, 1.0),),
             tier=tier,
             prefetch_distance=prefetch_distance,
         )
-        if replay.overflow > 0:
-            return None
-        return EvictionChoice(
-            sequence, evicted, replay, shares, tier, self._interference(evicted, tier)
-        )
+        if self._is_short:
+            self._replays[key] = replay
+        return replay
 
     def _target(self, shares: np.ndarray) -> np.ndarray:
         """Return for each position the bytes for which evictions are chosen."""
@@ -165,13 +182,13 @@ class ResidencySearch:
         if self.lower is None or not best.evicted.any() or not elapsed[-1] > 0:
             return
         num_segments, tried = 1, {self._key(best.shares)}
+        settled: set[bytes] = set()  # segments of which all shares were tried in the best profile
         while num_segments <= _MAX_SEGMENTS:
-            segment = np.minimum(
-                (elapsed / elapsed[-1] * num_segments - 1e-9).astype(np.int64), num_segments - 1
-            )
             improved = False
-            for index in range(num_segments):
-                inside = segment == index
+            for inside in _segments(elapsed / elapsed[-1], num_segments):
+                name, before = inside.tobytes(), best
+                if name in settled:
+                    continue
                 for share in SHARES:
                     if time.monotonic() > deadline:
                         return
@@ -184,9 +201,23 @@ class ResidencySearch:
                     if found is not None and found.seconds < best.seconds * (1 - 1e-9):
                         best, improved = found, True
                         on_better(best)
+                if best is before:
+                    settled.add(name)
+                else:
+                    settled.clear()
             if not improved or num_segments == 1:
                 num_segments *= 2
 
     def _key(self, shares: np.ndarray) -> bytes:
         """Return a key of the evictions of a profile: equal where these are chosen for the same."""
         return hashlib.blake2b(self._target(shares).tobytes(), digest_size=16).digest()
+
+
+def _segments(elapsed: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    """Yield segments of a step that has positions, as booleans by position.
+
+    `elapsed` are the parts of its time that have gone by at the end of each.
+    """
+    segment = np.minimum((elapsed * count - 1e-9).astype(np.int64), count - 1)
+    for index in np.unique(segment):
+        yield segment == index

@@ -23,9 +23,11 @@ MIN_EVICTED_BYTES = 64 * 1024
 # Positions ahead of their use at which values may be fetched, at most.
 MAX_PREFETCH_DISTANCE = 4096
 # `out_end` of an object that has not left by the end of the replay: it leaves as late as it may.
-NEVER = np.iinfo(np.int32).max
+NEVER = int(np.iinfo(np.int32).max)
+_NEVER_BACK = int(np.iinfo(np.int32).min)  # `in_start` of an object that does not come back
 NUM_STRATEGIES = 6
-PRIORITY_STRATEGIES = (5, 4, 3)  # the fullest positions first, or by size
+BY_SIZE = 3  # the first strategy that does not ask which position is the fullest
+PRIORITY_STRATEGIES = (5, 4, BY_SIZE)  # the fullest positions first, or by size
 AGAIN = 6  # the strategy for intervals that have no offset yet
 # Intervals of at least this part of the arena are large, where large and small ones lie apart.
 _LARGE = 8
@@ -160,8 +162,8 @@ class OperatorSequence:
         seconds_per_byte = np.array(
             [1 / rate.outward for rate in lower] + [1 / rate.inward for rate in lower]
         )
-        out_end = np.full(len(evicted), NEVER, np.int32)
-        in_start = np.full(len(evicted), np.iinfo(np.int32).min, np.int32)
+        out_end, in_start = np.empty((2, len(evicted)), np.int32)
+        out_end[:], in_start[:] = NEVER, _NEVER_BACK
         starts = np.empty(len(self.order) + 1)
         common = self._handle, evicted, tier, seconds_per_byte, prefetch_distance
         if isinstance(memory, np.ndarray):
@@ -201,7 +203,9 @@ class OperatorSequence:
         missing = np.zeros(num_positions, np.int64)
         if not num_positions:  # a step without operators
             return missing
-        fullest = occupied_bytes(*ends, intervals["bytes"], num_positions).argmax()
+        fullest = 0
+        if strategy < BY_SIZE:
+            fullest = occupied_bytes(*ends, intervals["bytes"], num_positions).argmax()
         engine().assign_offsets(
             intervals,
             len(intervals),
