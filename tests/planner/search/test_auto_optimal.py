@@ -72,7 +72,8 @@ def compared(seed, *, limit):
     best, complete = fastest(seed, limit)
     if not complete:
         return "not known"
-    bound = lower_bound(request(graph, budget=budget, profile=profile, seconds=seconds))
+    asked = request(graph, budget=budget, profile=profile, seconds=seconds)
+    bound = best.bound if best else lower_bound(asked)
     try:
         plan = plan_auto(
             request(graph, budget=budget, profile=profile, seconds=seconds, time_limit=4.0),
