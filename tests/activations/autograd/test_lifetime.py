@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -71,27 +71,61 @@ def test_close_right_after_the_graph_has_died(store):
         offload.close()
 
 
+NUM_NODES = 2500  # 800 bytes of stack for each, which a call of its own for each would exceed
+
+
+@pytest.fixture
+def small_stacks() -> Iterator[None]:
+    """Threads, those of an Offload too, have 2 MB of stack."""
+    before = threading.stack_size(800 * NUM_NODES // 4096 * 4096)
+    yield
+    threading.stack_size(before)
+
+
 @pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.usefixtures("small_stacks")
 def test_deep_graph_frees_without_recursion(is_small, store):
-    """10 000 nodes, abandoned and back-propagated; small ones share records."""
+    """Thousands of nodes, abandoned and back-propagated; small ones share records."""
     min_bytes = "1MiB" if is_small else "0B"
     offload = penstock.offload(store, policy="all", min_bytes=min_bytes)
     x = leaf(1)
-    for abandoned in (True, False):
+
+    def run(abandoned: bool) -> None:
         with offload:
             out = x * 1
-            for _ in range(10_000):
+            for _ in range(NUM_NODES):
                 out = out.sin()
         records = list(offload._engine._records)
-        assert sum(max(1, len(record.small_keys)) for record in records) == 10_000
-        assert (len(records) < 100) is is_small
+        assert sum(max(1, len(record.small_keys)) for record in records) == NUM_NODES
+        assert (len(records) < NUM_NODES // 100) is is_small
         del records
         if not abandoned:
             out.backward()
         del out
         assert nothing_is_held(offload)
+
+    for abandoned in (True, False):
+        _run_in_thread(functools.partial(run, abandoned))
     assert x.grad is not None
     offload.close()
+
+
+def _run_in_thread(function: Callable[[], None]) -> None:
+    """Run it in a thread of its own; its error is raised here."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
 
 
 def _in_threads(functions: list[Callable[[], Any]]) -> list[Any]:
