@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from fork_servers import find_python
 from penstock.codegen import find_compiler, load_library
 from penstock.memory import CachingAllocator
 
@@ -279,9 +280,9 @@ class TestTensors:
             )
             optimizer = torch.optim.AdamW(model.parameters())
             losses = []
-            for _ in range(3):
+            for _ in range(2):
                 optimizer.zero_grad()
-                loss = model(torch.randn(1024, 512)).square().mean()
+                loss = model(torch.randn(512, 512)).square().mean()
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.detach())
@@ -379,20 +380,20 @@ class Squares(torch.utils.data.Dataset):
 class TestProcessesAndThreads:
     @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
     def test_forked_child_reads_writes_and_allocates(self, allocator):
-        kept, idle = block(32 * MIB, 3), block(32 * MIB, 1)
+        kept, idle = block(8 * MIB, 3), block(8 * MIB, 1)
         del idle
 
         def child() -> None:
-            assert int(kept.sum()) == 3 * 32 * MIB
-            mine = block(48 * MIB, 8)
+            assert int(kept.sum()) == 3 * 8 * MIB
+            mine = block(12 * MIB, 8)
             kept.fill_(5)
-            assert int(mine.sum()) == 8 * 48 * MIB
+            assert int(mine.sum()) == 8 * 12 * MIB
             CachingAllocator.instance().trim()
             CachingAllocator.instance().acquire()
             CachingAllocator.instance().release()
 
         in_child(child)
-        assert int(kept.sum()) == 3 * 32 * MIB
+        assert int(kept.sum()) == 3 * 8 * MIB
 
     @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
     def test_fork_while_other_threads_allocate(self, allocator):
@@ -456,9 +457,9 @@ class TestProcessesAndThreads:
 
 
 def run_python(program: str, **environment: str) -> None:
-    """Run a program in a fresh process with the same import path; show its errors."""
+    """Run a program in a process of its own with the same import path; show its errors."""
     finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
+        [find_python("torch"), "-c", textwrap.dedent(program)],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -502,7 +503,9 @@ class TestUnavailable:
             resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 30), -1))
             allocator = CachingAllocator()
             assert allocator.acquire()
-            assert float(torch.ones(64 << 20).sum()) == 64 << 20
+            assert float(torch.ones(4 << 20).sum()) == 4 << 20
             blocks = [torch.empty(1 << 29, dtype=torch.uint8) for _ in range(6)]  # past the range
-            assert all(int(block.fill_(1)[-1]) == 1 for block in blocks[-1:])
+            parts = blocks[-1].view(512, 1 << 20)
+            parts[:, [0, -1]] = 1
+            assert int(parts[:, [0, -1]].sum()) == 1024
         """)
