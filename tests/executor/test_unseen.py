@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 import pickle
 import warnings
@@ -24,7 +25,7 @@ from penstock.errors import CaptureError, GraphFileError, PenstockError
 from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
 from penstock.graph.capturing.step_program import call_model
-from penstock.planner import plan
+from penstock.planner import Plan, plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MACHINE = "v100-16gb-pcie3"
@@ -52,14 +53,28 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def bound(
-    model: nn.Module, stepper: torch.optim.Optimizer, batch: Any, share: float
-) -> PlannedStep:
-    graph: StepGraph = capture(model, stepper, batch)
-    found = plan(graph, machine=MACHINE, time_limit=0.05)
+def bound(model: Any, stepper: Any, batch: Any, share: float) -> PlannedStep:
+    return bound_as(captured(model, stepper, batch), model, stepper, share)
+
+
+def captured(model: Any, stepper: Any, batch: Any) -> tuple[StepGraph, Plan]:
+    graph = capture(model, stepper, batch)
+    return graph, plan(graph, machine=MACHINE, time_limit=0.05)
+
+
+def bound_as(planned: tuple[StepGraph, Plan], model: Any, stepper: Any, share: float = 1) -> Any:
+    """Bind a plan for a share of the memory that the whole one takes."""
+    graph, found = planned
     if share < 1:
         found = plan_within(graph, int(found.peak_device_bytes * share), "host")
     return bind(found, model, stepper, graph=graph, debug=True)
+
+
+@functools.cache
+def plain() -> tuple[StepGraph, Plan]:
+    """The step of another model with a ReLU between its layers."""
+    model = Model()
+    return captured(model, sgd(model.parameters()), batches()[0])
 
 
 def unlike_eager(
@@ -68,15 +83,20 @@ def unlike_eager(
     *,
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     between: Between = lambda *_: None,
-    share: float = 0.5,
+    shares: tuple[float, ...] = (0.5,),
 ) -> list[str]:
-    """Train eagerly and as planned, with another batch each time; returns what differs."""
-    ends = []
-    for is_planned in (False, True):
+    """Train eagerly and as planned for each share of memory, with another batch each time; returns
+    what differs.
+    """
+    ends, planned = [], None
+    for share in (None, *shares):
         torch.manual_seed(0)
         model = make()
         stepper = optimizer(model.parameters())
-        step = bound(model, stepper, batches[0], share) if is_planned else None
+        step = None
+        if share is not None:
+            planned = planned or captured(model, stepper, batches[0])
+            step = bound_as(planned, model, stepper, share)
         torch.manual_seed(1)
         losses = []
         for number, batch in enumerate(batches):
@@ -92,7 +112,8 @@ def unlike_eager(
         ends.append(everything(model, stepper, losses))
         if step is not None:
             step.close()
-    return differences(*ends, "")
+    eager, *others = ends
+    return [name for each in others for name in differences(eager, each, "")]
 
 
 def batches(number: int = 4, *shape: int) -> list[torch.Tensor]:
@@ -139,20 +160,18 @@ MIDDLES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("middle", MIDDLES)
-@pytest.mark.parametrize("share", [1, 0.1])
-def test_what_a_model_does(middle, share):
-    assert unlike_eager(lambda: Model(MIDDLES[middle]), batches(), share=share) == []
+def test_what_a_model_does(middle):
+    assert unlike_eager(lambda: Model(MIDDLES[middle]), batches(), shares=(1, 0.1)) == []
 
 
 @pytest.mark.parametrize("middle", ["a row of itself", "softplus of strides"])
 def test_twenty_steps(middle):
     make = lambda: Model(MIDDLES[middle])  # noqa: E731
     optimizer = torch.optim.AdamW
-    assert unlike_eager(make, batches(20), optimizer=optimizer, share=0.1) == []
+    assert unlike_eager(make, batches(20), optimizer=optimizer, shares=(0.1,)) == []
 
 
-@pytest.mark.parametrize("share", [1, 0.1])
-def test_batch_norms_that_average_over_all_batches(share):
+def test_batch_norms_that_average_over_all_batches():
     def make() -> nn.Module:
         model = Model(lambda model, y: model.norm(model.norm(y)))
         model.norm.momentum = None
@@ -162,7 +181,7 @@ def test_batch_norms_that_average_over_all_batches(share):
         if number == 2:
             model.norm.reset_running_stats()
 
-    assert unlike_eager(make, batches(4), between=start_anew, share=share) == []
+    assert unlike_eager(make, batches(4), between=start_anew, shares=(1, 0.1)) == []
 
 
 def test_a_recurrent_layer_that_takes_the_batch_first():
@@ -203,7 +222,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(optimizer):
-    assert unlike_eager(Model, batches(), optimizer=OPTIMIZERS[optimizer], share=0.1) == []
+    assert unlike_eager(Model, batches(), optimizer=OPTIMIZERS[optimizer], shares=(0.1,)) == []
 
 
 class Labelled(nn.Module):
@@ -331,7 +350,7 @@ CHANGES = {
 def test_a_step_that_would_be_another_one_is_refused(message):
     model = Model()
     stepper = sgd(model.parameters())
-    with bound(model, stepper, batches()[0], 1) as step:
+    with bound_as(plain(), model, stepper) as step:
         step(batches()[0])
         before = everything(model, stepper, [])
         CHANGES[message](model, stepper)
@@ -345,8 +364,7 @@ def test_a_step_that_would_be_another_one_is_refused(message):
 def test_the_mode_at_the_capture_is_part_of_the_graph():
     model = Model()
     stepper = sgd(model.parameters())
-    graph = capture(model, stepper, batches()[0])
-    found = plan(graph, machine=MACHINE)
+    graph, found = captured(model, stepper, batches()[0])
     model.eval()
     with pytest.raises(GraphFileError, match="in evaluation mode and was not"):
         bind(found, model, stepper, graph=graph)
@@ -354,7 +372,7 @@ def test_the_mode_at_the_capture_is_part_of_the_graph():
 
 def test_autocast_around_a_step_is_refused():
     model = Model()
-    with bound(model, sgd(model.parameters()), batches()[0], 1) as step:
+    with bound_as(plain(), model, sgd(model.parameters())) as step:
         with torch.autocast("cpu", torch.bfloat16):
             with pytest.raises(GraphFileError, match="autocast to bfloat16 is on"):
                 step(batches()[0])
@@ -398,7 +416,7 @@ def test_a_capture_within_autocast(accumulate: int | None):
 @pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_owners_of_memory_are_not_copied(copy_of: Callable[[Any], Any], tmp_path: Path):
     model = Model()
-    with bound(model, sgd(model.parameters()), batches()[0], 1) as step:
+    with bound_as(plain(), model, sgd(model.parameters())) as step:
         with pytest.raises(PenstockError, match=r"PlannedStep owns memory .* or fit another step"):
             copy_of(step)
     with pytest.raises(PenstockError, match=r"Offload owns memory .* make others with"):
@@ -427,7 +445,7 @@ def test_a_number_of_a_module_that_changes_is_warned_of_once():
 
 def test_shared_memory_is_refused():
     model = Model()
-    with bound(model, sgd(model.parameters()), batches()[0], 1) as step:
+    with bound_as(plain(), model, sgd(model.parameters())) as step:
         step(batches()[0])
         model.first.weight.share_memory_()
         with pytest.raises(PenstockError, match="has been moved"):
@@ -436,7 +454,7 @@ def test_shared_memory_is_refused():
 
 def test_a_forked_process_is_told():
     model = Model()
-    with bound(model, sgd(model.parameters()), batches()[0], 0.5) as step:
+    with bound_as(plain(), model, sgd(model.parameters()), 0.5) as step:
         step(batches()[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this process has threads
@@ -454,7 +472,7 @@ def test_schedulers_see_the_steps():
     model = Model()
     stepper = sgd(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(stepper, 1)
-    with bound(model, stepper, batches()[0], 1) as step:
+    with bound_as(plain(), model, stepper) as step:
         step(batches()[0])
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -475,11 +493,10 @@ def _(x: torch.Tensor) -> torch.Tensor:
 _noise.register_autograd(lambda ctx, gradient: gradient)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.2])
-def test_operators_that_draw_and_do_not_say_so(share):
+def test_operators_that_draw_and_do_not_say_so():
     def middle(model: Any, y: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
             y = _noise(y).tanh()
         return F.dropout(y)
 
-    assert unlike_eager(lambda: Model(middle), batches(), share=share) == []
+    assert unlike_eager(lambda: Model(middle), batches(), shares=(0.5, 0.2)) == []
