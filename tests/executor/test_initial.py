@@ -1,5 +1,6 @@
 """Models that are nowhere yet come into being where the plan has them."""
 
+import functools
 import json
 import os
 import subprocess
@@ -56,15 +57,36 @@ def in_memory(initialize=None):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def bound(model, stepper, tier, store, **options):
-    graph = capture(model, stepper, BATCH, loss=CASE.loss)
+@functools.cache
+def graph_on_meta():
+    """The captured step of another model on the meta device."""
+    return capture(*on_meta(), BATCH, loss=CASE.loss)
+
+
+@functools.cache
+def plan_on_meta(tier):
+    return plan_of(graph_on_meta(), tier)
+
+
+def plan_of(graph, tier):
     found = plan(graph, machine=MACHINE, time_limit=0.2)
     if tier != "device":
         found = plan_within(graph, found.peak_device_bytes // 2, tier)
+    return found
+
+
+def bound(model, stepper, tier, store, graph=None, **options):
+    """Bind the plan of a step that is captured here, if not before."""
+    if graph is None:
+        graph = capture(model, stepper, BATCH, loss=CASE.loss)
+        found = plan_of(graph, tier)
+    else:
+        found = plan_on_meta(tier)
     given = {"graph": graph, "loss": CASE.loss, "store": store, "debug": True, **options}
     return bind(found, model, stepper, **given)
 
 
+@functools.cache
 def eagerly(initialize=None):
     model, stepper = in_memory(initialize)
     losses = [eager_step(model, stepper, CASE) for _ in range(3)]
@@ -90,7 +112,8 @@ def test_a_model_on_the_meta_device_trains_as_one_in_memory(tier, initialize, st
     model, stepper = on_meta()
     parameters = list(model.parameters())
     torch.manual_seed(3)
-    with bound(model, stepper, tier, store, initialize=initialize) as step:
+    options = {"initialize": initialize, "graph": graph_on_meta()}
+    with bound(model, stepper, tier, store, **options) as step:
         assert list(map(id, model.parameters())) == list(map(id, parameters))
         assert model.second.weight is model.first.weight
         losses = [step(BATCH) for _ in range(3)]
@@ -196,8 +219,8 @@ def test_numbers_from_safetensors_files(num_files, store, tmp_path):
         paths.append(tmp_path / f"{part}.safetensors")
         save_file({name: tensors[name] for name in names[part::num_files]}, paths[-1])
     model, stepper = on_meta()
-    initialize = paths if num_files > 1 else paths[0]
-    with bound(model, stepper, "file", store, initialize=initialize) as step:
+    options = {"initialize": paths if num_files > 1 else paths[0], "graph": graph_on_meta()}
+    with bound(model, stepper, "file", store, **options) as step:
         losses = [step(BATCH) for _ in range(3)]
         found = everything(model, stepper, losses)
     assert differences(eagerly(), found, "") == []
