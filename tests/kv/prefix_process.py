@@ -25,7 +25,7 @@ def main() -> None:
         asked = torch.load(directory / f"{kind}.pt")
         with penstock.kv.cache(
             model,
-            device_memory=cache_bytes(model, 512) // 16,
+            device_memory=cache_bytes(model, 320) // 16,
             store=str(directory),
             block_tokens=16,
             prefix=directory / f"{kind}.kv",

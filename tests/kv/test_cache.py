@@ -462,27 +462,6 @@ def test_half_precision(dtype: torch.dtype):
     torch.testing.assert_close(ours, theirs[:, 190:], atol=0.2, rtol=0.1)
 
 
-def test_a_compiled_model_breaks_its_graphs_at_the_cache(monkeypatch: pytest.MonkeyPatch):
-    # Dynamo measures its guards after it has emptied the processor's caches: a seventh of the time.
-    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
-    config, tokens = make_model("llama").config, make_prompt(70, batch_size=1)["input_ids"]
-    config.num_hidden_layers = 1
-    model = transformers.LlamaForCausalLM(config).eval()
-    torch.compiler.reset()
-    compiled: Any = torch.compile(model, backend="eager", dynamic=True)
-    with make_cache(model) as cache, torch.no_grad():
-        theirs = model(input_ids=tokens).logits
-        parts = [
-            compiled(input_ids=tokens[:, a:b], past_key_values=cache).logits
-            for a, b in ((0, 67), (67, 68), (68, 70))
-        ]
-        whole: Any = torch.compile(model, backend="eager", fullgraph=True)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"penstock\.kv keeps keys"):
-            whole(input_ids=tokens[:, :3], past_key_values=cache)
-    torch.compiler.reset()
-    torch.testing.assert_close(torch.cat(parts, 1), theirs, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("selector", ["window", "nosa", "accumulated"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "t5"])
 def test_selectors_read_less(selector: str, kind: str):

@@ -104,8 +104,8 @@ def test_interrupts_at_any_moment(what: str, store: Path):
 
     numbers, main = random.Random(3), threading.main_thread().ident
     assert main is not None
-    model, prompt = make_model("llama"), make_prompt(250 if what == "prefill" else 60)
-    num_new = 3 if what == "prefill" else 12
+    model, prompt = make_model("llama"), make_prompt(130 if what == "prefill" else 50)
+    num_new = 2 if what == "prefill" else 8
     theirs = generate(model, prompt, num_new)
     begin = time.perf_counter()
     with make_cache(model, store) as cache:
@@ -145,7 +145,7 @@ def test_interrupts_at_any_moment(what: str, store: Path):
 
 
 def test_a_forked_process_is_refused(store: Path):
-    model, prompt = make_model("llama"), make_prompt(200)
+    model, prompt = make_model("llama"), make_prompt(80)
     theirs = generate(model, prompt, 5)
     with make_cache(model, store) as cache:
         assert_same(generate(model, prompt, 5, past_key_values=cache), theirs)
@@ -262,12 +262,12 @@ def test_prompts_that_the_cache_holds_already():
 
 def test_two_caches_in_one_directory(store: Path):
     """In two processes, both writing and reading at once."""
-    model, prompt = make_model("llama"), make_prompt(200)
-    theirs = generate(model, prompt, 12)
+    model, prompt = make_model("llama"), make_prompt(100)
+    theirs = generate(model, prompt, 8)
     with child(store, "decode") as process:
         for _ in range(3):
             with make_cache(model, store) as cache:
-                assert_same(generate(model, prompt, 12, past_key_values=cache), theirs)
+                assert_same(generate(model, prompt, 8, past_key_values=cache), theirs)
                 assert cache.report().file_bytes > 0
         assert process.poll() is None
     assert os.listdir(store) == []
@@ -319,7 +319,7 @@ def fill_and_save(cache: Any, disk: Path) -> None:
 @pytest.mark.parametrize("what", ["write", "read"])
 @pytest.mark.parametrize("at", [0, 1, 5, 20])
 def test_errors_of_the_disk(what: str, at: int, store: Path, monkeypatch: pytest.MonkeyPatch):
-    model, prompt = make_model("llama"), make_prompt(200)
+    model, prompt = make_model("llama"), make_prompt(100)
     theirs = generate(model, prompt, 8)
     left, original = at, getattr(_transfers, f"_p{what}v")
 

@@ -1,11 +1,13 @@
-"""The cache in other modes of torch: inference mode in turns, autocast, other defaults."""
+"""The cache in other modes of torch: inference mode in turns, autocast, defaults, compiled."""
 
 import contextlib
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 
 import penstock.kv
 from kv_models import TOLERANCE, cache_bytes, generate, make_model, make_prompt
@@ -48,12 +50,18 @@ def run(model, cache, modes) -> torch.Tensor:
     return torch.stack(logits)
 
 
+@functools.cache
+def stock_logits(is_reversed: bool) -> torch.Tensor:
+    model = make_model("llama")
+    return run(model, DynamicCache(config=model.config), MODES[::-1] if is_reversed else MODES)
+
+
 @pytest.mark.parametrize("modes", [MODES, MODES[::-1]], ids=["inference_first", "no_grad_first"])
 @pytest.mark.parametrize("selector", ["all", "nosa", "accumulated", "window", "own"])
 @pytest.mark.parametrize("memory", ["48KiB", "4MiB"])
 def test_the_mode_may_change_between_calls(selector: str, memory: str, modes, store: Path):
     model = make_model("llama")
-    expected = run(model, DynamicCache(config=model.config), modes)
+    expected = stock_logits(modes != MODES)
     made = {
         "all": "all",
         "window": Window(share=1.0),
@@ -70,7 +78,7 @@ def test_the_mode_may_change_between_calls(selector: str, memory: str, modes, st
 @pytest.mark.parametrize("modes", [MODES, MODES[::-1]], ids=["inference_first", "no_grad_first"])
 def test_a_cache_that_recomputes(modes, store: Path):
     model = make_model("llama")
-    expected = run(model, DynamicCache(config=model.config), modes)
+    expected = stock_logits(modes != MODES)
     options = {"device_memory": "48KiB", "store": str(store), "block_tokens": 16}
     with penstock.kv.cache(model, keep_inputs=True, **options) as cache:
         ours = run(model, cache, modes)
@@ -97,19 +105,21 @@ def test_a_cache_from_a_file_of_a_prefix(tmp_path: Path):
 @pytest.mark.parametrize("selector", ["all", "nosa", "accumulated", "window"])
 def test_logits_do_not_depend_on_defaults(selector: str, other_defaults, store: Path):
     model = make_model("llama")
-    tokens = make_prompt(300, num_padding=0)["input_ids"]
+    tokens = make_prompt(180, num_padding=0)["input_ids"]
     options = {"device_memory": "96KiB", "store": str(store), "block_tokens": 16}
     found = []
     for make in (contextlib.nullcontext, other_defaults):
         with penstock.kv.cache(model, selector=selector, **options) as cache, torch.no_grad():
-            model(tokens[:, :295], past_key_values=cache)
+            model(tokens[:, :175], past_key_values=cache)
             with make():
                 found.append(
                     [
                         model(tokens[:, at : at + 1], past_key_values=cache).logits
-                        for at in range(295, 300)
+                        for at in range(175, 179)
                     ]
                 )
+            report = cache.report()
+            assert report.num_misses > 0 or selector != "all"
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -164,3 +174,26 @@ def test_queries_alone_that_want_a_gradient():
     with penstock.kv.cache(model, device_memory="4MiB") as cache:
         with pytest.raises(PenstockError, match="no gradients pass"):
             model(**make_prompt(20), past_key_values=cache)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_compiled_model_breaks_its_graphs_at_the_cache(monkeypatch: pytest.MonkeyPatch):
+    # Dynamo measures its guards after it has emptied the processor's caches: a seventh of the time.
+    monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+    config, tokens = make_model("llama").config, make_prompt(70, batch_size=1)["input_ids"]
+    config.num_hidden_layers = 1
+    model = LlamaForCausalLM(config).eval()
+    options = {"device_memory": "32KiB", "block_tokens": 16}
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend="eager", dynamic=True)
+    with penstock.kv.cache(model, **options) as cache, torch.no_grad():
+        theirs = model(input_ids=tokens).logits
+        parts = [
+            compiled(input_ids=tokens[:, a:b], past_key_values=cache).logits
+            for a, b in ((0, 67), (67, 68), (68, 70))
+        ]
+        whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"penstock\.kv keeps keys"):
+            whole(input_ids=tokens[:, :3], past_key_values=cache)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.cat(parts, 1), theirs, atol=1e-4, rtol=1e-4)

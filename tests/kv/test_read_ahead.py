@@ -22,7 +22,7 @@ from penstock.memory import Link, _transfers
 pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS, HEADS, DIM, BLOCK = 3, 2, 32, 16
 RECORD_BYTES = 4096
-LENGTH = 420
+LENGTH = 212
 
 
 class Model:
@@ -166,7 +166,7 @@ def test_changes_between_steps(store: Path, budget: int, batch: int):
     choice = random.Random(budget * batch)
     for layer in range(LAYERS):
         model.append(layer, LENGTH)
-    for _ in range(60):
+    for _ in range(40):
         model.step(choice.choice([0, 1, 1, 5, BLOCK]))
         kind = choice.randrange(8)
         length = model.pool.length(0)

@@ -14,7 +14,8 @@ from penstock.kv._visibility import Visibility
 from penstock.kv.selectors import Accumulated, CheckedSelector, DoubleSparsity, Nosa, Window
 from penstock.kv.transformers._calibrate import calibrate
 
-NUM_TOKENS = 300
+NUM_TOKENS = 250
+NUM_NEW = 14  # the last token of a block, and the first one of the next among them
 BLOCK = 16
 
 
@@ -36,7 +37,7 @@ def make_selector(name, model, **budget):
 NAMES = ["double_sparsity", "nosa", "accumulated", "window", "own"]
 
 
-def run(model, selector, num_new=24, **options):
+def run(model, selector, **options):
     inputs = make_prompt(NUM_TOKENS, num_padding=0)
     with penstock.kv.cache(
         model,
@@ -44,26 +45,39 @@ def run(model, selector, num_new=24, **options):
         selector=selector,
         block_tokens=BLOCK,
     ) as cache:
-        result = generate(model, inputs, num_new, past_key_values=cache, **options)
+        result = generate(model, inputs, NUM_NEW, past_key_values=cache, **options)
         return result, cache.report()
 
 
+@pytest.fixture(scope="module", params=[{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def options(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def exact(model, options):
+    """Tokens of a stock cache."""
+    return generate(model, make_prompt(NUM_TOKENS, num_padding=0), NUM_NEW, **options)
+
+
+@pytest.fixture(scope="module")
+def num_dense(model, options):
+    """Records that are read without a selector."""
+    _, report = run(model, "all", **options)
+    return report.num_hits + report.num_misses
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_a_selector_that_holds_all_blocks_is_exact(model, name, options):
-    exact = generate(model, make_prompt(NUM_TOKENS, num_padding=0), 24, **options)
+def test_a_selector_that_holds_all_blocks_is_exact(model, name, options, exact):
     ours, _ = run(model, make_selector(name, model, share=1.0), **options)
     assert_same(ours, exact)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_a_small_budget_reads_its_blocks_only(model, name, options):
-    _, all_of_it = run(model, "all", **options)
+def test_a_small_budget_reads_its_blocks_only(model, name, options, num_dense):
     result, report = run(model, make_selector(name, model, num_blocks=3), **options)
     assert torch.isfinite(torch.stack(list(result.logits))).all()
     num_read = report.num_hits + report.num_misses
-    num_dense = all_of_it.num_hits + all_of_it.num_misses
     assert 0 < num_read < num_dense / 3
 
 
