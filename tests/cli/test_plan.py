@@ -25,7 +25,7 @@ from penstock.planner import Plan, check
 
 UNIT = 256
 SOURCES = str(Path(penstock.graph.__file__).parents[2])
-SWEEP = ("--sweep", "--time-limit", "0.3", "--machine", "test")
+SWEEP = ("--sweep", "--time-limit", "0.1", "--machine", "test")
 OPTIONS = ModelOptions(batch=2, sequence=16, optimizer="sgd", dtype="float32")
 
 
@@ -57,7 +57,7 @@ def run(*arguments):
 def test_a_saved_graph_is_planned_and_everything_written(saved, tmp_path):
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / "new" / name for name in ("plan.json", "trace.json", "plan.png")}
-    options = ("--device-memory", "60%", "--time-limit", "0.3", "--machine", "test")
+    options = ("--device-memory", "60%", "--time-limit", "0.1", "--machine", "test")
     paths = ("--save", files["plan.json"], "--trace", files["trace.json"])
     code, out, _ = run(saved, *options, *paths, "--picture", files["plan.png"])
     assert code == 0
@@ -96,7 +96,7 @@ def test_a_result_that_fails_leaves_the_others(saved, tmp_path, monkeypatch):
         raise RuntimeError("no luck")
 
     monkeypatch.setattr(penstock.report, "draw_plan", fail)
-    options = ("--device-memory", "60%", "--time-limit", "0.3", "--machine", "test")
+    options = ("--device-memory", "60%", "--time-limit", "0.1", "--machine", "test")
     picture, trace = tmp_path / "plan.png", tmp_path / "trace.json"
     code, out, err = run(saved, *options, "--picture", picture, "--trace", trace)
     assert code == 2
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_an_error_without_traceback(saved):
     enough = re.search(r"Give at least (\S+ \S+) \(a plan exists there\)", err)
     assert enough is not None and "operator" in err and "--device-memory 1.00 KiB is too" in err
     assert "a smaller batch, or --split-products\n" in err and "Traceback" not in err
-    again = ("--device-memory", enough[1], "--machine", "test", "--time-limit", "0.3")
+    again = ("--device-memory", enough[1], "--machine", "test", "--time-limit", "0.1")
     assert run(saved, *again)[0] == 0
 
 
@@ -327,7 +327,7 @@ def test_a_store_takes_what_leaves(timed_steps, tmp_path):
     path = tmp_path / "plan.json"
     options = ("--device-memory", "60%", "--machine", "v100-16gb-pcie3", "--no-recompute")
     code, out, _ = run(
-        timed_steps, *options, "--store", tmp_path, "--time-limit", 0.5, "--save", path
+        timed_steps, *options, "--store", tmp_path, "--time-limit", 0.1, "--save", path
     )
     assert code == 0
     plan = Plan.load(path, graph=StepGraph.load(timed_steps))
@@ -338,7 +338,7 @@ def test_a_store_takes_what_leaves(timed_steps, tmp_path):
 
 def test_too_little_host_memory_is_said(timed_steps):
     options = ("--device-memory", "60%", "--machine", "h200", "--no-recompute")
-    code, _, err = run(timed_steps, *options, "--host-memory", "1KiB", "--time-limit", 0.5)
+    code, _, err = run(timed_steps, *options, "--host-memory", "1KiB", "--time-limit", 0.1)
     assert code == 2
     assert "--host-memory 1.00 KiB is too little" in err and "raise --device-memory\n" in err
 
@@ -362,7 +362,7 @@ def test_operators_that_need_too_much_are_split(tmp_path):
     load_graph(str(model), OPTIONS).save(graph)
     logits = 2 * 16 * 50_000 * 4
     path = tmp_path / "plan.json"
-    options = ("--device-memory", f"{int(2.3 * logits)}", "--machine", "h200", "--time-limit", 0.5)
+    options = ("--device-memory", f"{int(2.3 * logits)}", "--machine", "h200", "--time-limit", 0.1)
     code, out, _ = run(graph, *options, "--save", path, "--trace", tmp_path / "trace.json")
     assert code == 0
     assert "split" in out
@@ -376,7 +376,7 @@ def test_operators_that_need_too_much_are_split(tmp_path):
 
 def test_ctrl_c_takes_the_best_plan_so_far(tmp_path):
     path, saved_plan = tmp_path / "graph.json", tmp_path / "plan.json"
-    step = graph_cases.chain_step(200, weight_bytes=2**20, activation_bytes=2**22)
+    step = graph_cases.chain_step(60, weight_bytes=2**20, activation_bytes=2**22)
     timed(step, 1e-4).save(path)  # moving takes longer than computing: the search goes on
     options = ["--device-memory", "40%", "--machine", "v100-16gb-pcie3", "--time-limit", "600"]
     command = [find_python("dynamo"), "-m", "penstock", "plan", str(path), *options]

@@ -303,7 +303,7 @@ import torch, transformers
 torch.set_num_threads(1)
 torch.manual_seed(0)
 config = transformers.GPT2Config(
-    n_embd=64, n_layer=2, n_head=2, n_positions=32, vocab_size=128, bos_token_id=0, eos_token_id=0
+    n_embd=64, n_layer=1, n_head=2, n_positions=32, vocab_size=128, bos_token_id=0, eos_token_id=0
 )
 model = transformers.GPT2LMHeadModel(config)
 tokens = torch.randint(1, 128, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -326,7 +326,7 @@ def test_trainers_of_a_script_run_as_planned(probed_store: Path, tmp_path: Path)
     (tmp_path / "train.py").write_text(TRAINER)
     plain = run_python("train.py", cwd=tmp_path, python=find_python("libraries"))
     planned = penstock_run(
-        "--plan", "--device-memory", "768KiB", "--store", probed_store, "--time-limit", "0.3",
+        "--plan", "--device-memory", "448KiB", "--store", probed_store, "--time-limit", "0.1",
         "--report", "out.json", "train.py",
         cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
@@ -336,7 +336,7 @@ def test_trainers_of_a_script_run_as_planned(probed_store: Path, tmp_path: Path)
     report = json.loads((tmp_path / "out.json").read_text())
     (steps,) = report["planned"]
     assert steps["num_steps"] == 3
-    assert steps["arena_bytes"] + steps["workspace_bytes"] <= 768 << 10
+    assert steps["arena_bytes"] + steps["workspace_bytes"] <= 448 << 10
     assert "3 steps by 1 plan in " in "".join(OURS.findall(planned.stderr))
 
 
@@ -447,7 +447,7 @@ def test_errors_of_planning_show_the_scripts_lines_alone(tmp_path: Path, probed_
     pytest.importorskip("accelerate", reason="Trainer needs it")
     (tmp_path / "train.py").write_text(TRAINER)
     done = penstock_run(
-        *("--plan", "--device-memory", "64KiB", "--store", probed_store, "--time-limit", "0.3"),
+        *("--plan", "--device-memory", "64KiB", "--store", probed_store, "--time-limit", "0.1"),
         "train.py", cwd=tmp_path, python=find_python("libraries"),
     )  # fmt: skip
     assert done.returncode == 1
@@ -478,7 +478,7 @@ def test_processes_that_a_script_starts(store: Path, tmp_path: Path):
     (tmp_path / "processes.py").write_text(PROCESSES)
     done = penstock_run(
         "--report", "out.json", "processes.py",
-        cwd=tmp_path, PENSTOCK_STORE=str(store), RANK="1", WORLD_SIZE="2",
+        cwd=tmp_path, python=find_python("torch"), PENSTOCK_STORE=str(store), RANK="1", WORLD_SIZE="2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[2, 4]\n3\n"
