@@ -79,11 +79,12 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], dict[int, lis
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps from one look to the next")
     parser.add_argument("--count", type=int, default=3, help="eigenvalues")
+    parser.add_argument("--texts", type=int, default=64, help="of the batch")
     parser.add_argument("--rate", type=float, default=0.3, help="step size of gradient descent")
     parser.add_argument("--figure", default="curvature.png")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    model, batch = Transformer(), draw_batch(64)
+    model, batch = Transformer(), draw_batch(options.texts)
 
     def loss_of() -> torch.Tensor:
         scores = model(batch[:, :-1])

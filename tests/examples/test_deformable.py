@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("more", [(), ("--square", "--bound", "2")], ids=str)
 def test_it_learns(example, tmp_path: Path, capsys, more):
     figure = tmp_path / "figure.png"
-    options = ("--steps", "30", "--size", "16", "--width", "8", "--batch-size", "8")
+    options = ("--steps", "20", "--size", "16", "--width", "8", "--batch-size", "8")
     errors, curves = example.main([*options, *more, "--figure", str(figure)])
     assert figure.read_bytes().startswith(b"\x89PNG")
     for losses in curves.values():

@@ -43,7 +43,7 @@ def data(tmp_path: Path) -> Path:
 
 def run(example: Any, data: Path, *more: str) -> tuple[list[float], Any]:
     figure = data / "figure.png"
-    options = ("--data", str(data), "--seeds", "2", "--epochs", "12", "--figure", str(figure))
+    options = ("--data", str(data), "--seeds", "2", "--epochs", "8", "--figure", str(figure))
     result = example.main([*options, *more])
     assert figure.read_bytes().startswith(b"\x89PNG")
     return result

@@ -39,7 +39,7 @@ def test_one_seed_has_no_spread(example):
 
 def test_both_arms_learn_and_the_cap_holds(example, data, capsys):
     figure = data / "figure.png"
-    options = ("--data", str(data), "--dataset", "RINGS", "--seeds", "2", "--epochs", "8")
+    options = ("--data", str(data), "--dataset", "RINGS", "--seeds", "2", "--epochs", "4")
     runs, peaks, cap = example.main([*options, "--batch-size", "8", "--figure", str(figure)])
     assert figure.read_bytes().startswith(b"\x89PNG")
     for arm in ("fixed count", "byte cap"):

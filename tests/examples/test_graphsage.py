@@ -42,7 +42,7 @@ def run(example: Any, graph: Path, *more: str) -> tuple[float, dict[str, Any], A
     result = example.main(
         [
             *(str(graph), "--budget", str(BUDGET_BYTES), "--width", str(WIDTH)),
-            *("--epochs", "2", "--batch-size", "100", "--figure", str(figure), "--device", "cpu"),
+            *("--epochs", "1", "--batch-size", "100", "--figure", str(figure), "--device", "cpu"),
             *more,
         ]
     )

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = (
-    *("--steps", "6", "--base-steps", "5", "--samples", "40", "--length", "48"),
+    *("--steps", "4", "--base-steps", "3", "--samples", "40", "--length", "48"),
     *("--hidden", "32", "--layers", "1"),
 )
 

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_curvature_is_followed(tmp_path: Path, load_example, capsys):
     figure = tmp_path / "curvature.png"
-    options = ["--steps", "5", "--every", "4", "--count", "2", "--figure", str(figure)]
-    losses, curves = load_example("curvature").main(options)
+    options = ["--steps", "5", "--every", "4", "--count", "2", "--texts", "8"]
+    losses, curves = load_example("curvature").main([*options, "--figure", str(figure)])
     assert len(losses) == 5 and sorted(curves) == [0, 4]
     assert all(len(each) == 2 and each[0] <= each[1] for each in curves.values())
     assert figure.read_bytes().startswith(b"\x89PNG")

@@ -57,11 +57,12 @@ def test_two_lines_are_changed():
 def test_both_scripts_compute_the_same(path, load_example, monkeypatch):
     settle_vector_math()
     before, after = load_example("two_lines/before"), load_example("two_lines/after")
-    losses, scores = before.train(path, num_epochs=3)
+    num_epochs = 3 if path.name == "graph.npz" else 1  # the real graph has many batches
+    losses, scores = before.train(path, num_epochs=num_epochs)
     tables: list[UnifiedTensor] = []
     unify = after.penstock.unify
     monkeypatch.setattr(after.penstock, "unify", lambda x: tables.append(unify(x)) or tables[0])
-    found_losses, found_scores = after.train(path, num_epochs=3)
+    found_losses, found_scores = after.train(path, num_epochs=num_epochs)
     assert len(losses) >= 3 and losses[-1] < losses[0]
     if torch.cuda.is_available():  # where sums are in another order from run to run
         assert found_losses == pytest.approx(losses, rel=1e-3)
