@@ -478,7 +478,8 @@ def test_processes_that_a_script_starts(store: Path, tmp_path: Path):
     (tmp_path / "processes.py").write_text(PROCESSES)
     done = penstock_run(
         "--report", "out.json", "processes.py",
-        cwd=tmp_path, python=find_python("torch"), PENSTOCK_STORE=str(store), RANK="1", WORLD_SIZE="2",
+        cwd=tmp_path, python=find_python("torch"),
+        PENSTOCK_STORE=str(store), RANK="1", WORLD_SIZE="2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[2, 4]\n3\n"
