@@ -70,6 +70,10 @@ JOBS = {
 }
 
 
+EARLY = 13
+"""Steps after which all that happens to a job has happened: two epochs or more, a pause, a save."""
+
+
 def add_job(jobs, name, **changes):
     arguments = {
         "optimizer": adamw,

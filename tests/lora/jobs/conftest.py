@@ -2,7 +2,7 @@
 
 import pytest
 
-from _jobs_cases import JOBS, add_job, make_llama, results_of
+from _jobs_cases import EARLY, JOBS, add_job, make_llama, results_of
 from penstock.lora.jobs import Jobs
 
 
@@ -17,13 +17,24 @@ def base():
     return make_llama()
 
 
-@pytest.fixture(scope="session")
-def alone(base):
+def train_alone(base, **changes):
     """Losses and weights of each of the four jobs, trained alone."""
     found = {}
     for name in JOBS:
         with Jobs(base, max_tokens=128) as jobs:
-            add_job(jobs, name)
+            add_job(jobs, name, **changes)
             jobs.run()
             found |= results_of(jobs)
     return found
+
+
+@pytest.fixture(scope="session")
+def alone(base):
+    """All steps of each job; 15 of "long", 50 of the others."""
+    return train_alone(base)
+
+
+@pytest.fixture(scope="session")
+def early(base):
+    """The first `EARLY` steps of each job."""
+    return train_alone(base, num_steps=EARLY)

@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from _jobs_cases import (
     ALL_LINEAR,
+    EARLY,
     JOBS,
     add_job,
     have_same_bits,
@@ -25,27 +26,33 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("order", [list(JOBS), list(JOBS)[::-1]], ids=["forward", "backward"])
-def test_a_job_beside_three_others_has_the_bits_of_it_alone(base, alone, order):
+@pytest.mark.parametrize(
+    ("order", "num_steps"),
+    [(list(JOBS), 50), (list(JOBS)[::-1], EARLY)],
+    ids=["forward", "backward"],
+)
+def test_a_job_beside_three_others_has_the_bits_of_it_alone(request, base, order, num_steps):
     """Ranks, dropouts, batches, layers and lengths differ; one of them ends after 15 steps."""
+    changes = {} if num_steps == 50 else {"num_steps": num_steps}
+    alone = request.getfixturevalue("early" if changes else "alone")
     with Jobs(base, max_tokens=128) as jobs:
         for name in order:
-            add_job(jobs, name)
+            add_job(jobs, name, **changes)
         report = jobs.run()
         together = results_of(jobs)
     assert report.is_exact, report.inexact_reason
-    assert report.num_micro_batches < sum(50 for _ in JOBS)
+    assert report.num_micro_batches < sum(num_steps for _ in JOBS)
     for name in JOBS:
-        assert len(alone[name][0]) == JOBS[name].get("num_steps", 50)
+        assert len(alone[name][0]) == min(JOBS[name].get("num_steps", 50), num_steps)
         assert alone[name][0][0] != alone[name][0][-1]
         assert have_same_bits(together[name], alone[name])
 
 
-def test_jobs_that_come_pause_and_go_at_any_step_leave_the_others_bits(base, alone):
+def test_jobs_that_come_pause_and_go_at_any_step_leave_the_others_bits(base, early):
     with Jobs(base, max_tokens=128) as jobs:
-        add_job(jobs, "plain")
+        add_job(jobs, "plain", num_steps=EARLY)
         jobs.run(num_steps=3)
-        add_job(jobs, "wide")
+        add_job(jobs, "wide", num_steps=EARLY)
         jobs.run(num_steps=4)
         jobs.pause("plain")
         jobs.run(num_steps=2)
@@ -54,19 +61,23 @@ def test_jobs_that_come_pause_and_go_at_any_step_leave_the_others_bits(base, alo
         jobs.resume("plain")
         jobs.run(num_steps=5, lookahead=5)
         jobs.remove("guest")
-        add_job(jobs, "long")
+        assert [job.num_steps for job in jobs.report().jobs if job.name != "guest"] == [12, 11]
+        add_job(jobs, "long", num_steps=EARLY)
         jobs.run(lookahead=4)
         together = results_of(jobs)
     for name in ("plain", "wide", "long"):
-        assert have_same_bits(together[name], alone[name])
+        assert have_same_bits(together[name], early[name])
 
 
 def test_two_threads_leave_bits_as_they_are(base):
-    """Shares of two threads end elsewhere; kernels of 128 x 416 elements have two of them."""
+    """Shares of two threads end elsewhere; kernels of 128 x 416 elements have two of them.
+
+    One layer: where another process needs the second core, each share waits for it.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        llama = make_llama(intermediate_size=416)
+        llama = make_llama(intermediate_size=416, num_hidden_layers=1)
         found = []
         for names in (["short"], ["short", "wide"], ["long", "short"]):
             with Jobs(llama, max_tokens=128) as jobs:

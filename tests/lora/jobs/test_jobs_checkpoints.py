@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from _jobs_cases import JOBS, add_job, have_same_bits, make_data, make_llama, results_of
+from _jobs_cases import EARLY, JOBS, add_job, have_same_bits, make_data, make_llama, results_of
 from fork_servers import find_python
 from penstock.lora.jobs import Jobs, _checkpoint
 
@@ -20,19 +20,19 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, alone):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, early):
     """In a model that is made again; "long" is paused, "wide" not yet begun when it is saved."""
     with Jobs(make_llama(), max_tokens=128) as jobs:
         for name in ("plain", "short", "long"):
-            add_job(jobs, name)
+            add_job(jobs, name, num_steps=EARLY)
         jobs.run(num_steps=7)
         jobs.pause("long")
         jobs.run(num_steps=2)
-        add_job(jobs, "wide")
+        add_job(jobs, "wide", num_steps=EARLY)
         jobs.save(tmp_path)
     with Jobs(make_llama(), max_tokens=128) as jobs:
         for name in ("wide", "long", "short", "plain"):
-            add_job(jobs, name)
+            add_job(jobs, name, num_steps=EARLY)
         jobs.restore(tmp_path)
         steps = {job.name: (job.state, job.num_steps) for job in jobs.report().jobs}
         assert steps == {
@@ -45,7 +45,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path, alone):
         jobs.run()
         resumed = results_of(jobs)
     for name in JOBS:
-        assert have_same_bits(resumed[name], alone[name])
+        assert have_same_bits(resumed[name], early[name])
 
 
 def test_stock_peft_loads_the_adapters(tmp_path, llama):
