@@ -26,18 +26,29 @@ def backend(request, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_gather_copies_bits(backend, dtype, width):
+    count = 300 if width < 1000 else 40
     table = noise(50, width, dtype=dtype)
-    index = torch.randint(0, 50, (300,))
-    out = torch.empty(300, width, dtype=dtype)
+    index = torch.randint(0, 50, (count,))
+    out = torch.empty(count, width, dtype=dtype)
     host_table.read_rows(table, index, out)
     assert same_bits(out, table[index])
 
 
-@pytest.mark.parametrize("num_bytes", [1 << 16, (8 << 20) + 640, 20 << 20])
+@pytest.mark.parametrize("num_bytes", [1 << 16, (1 << 20) + 640, 5 << 19])
 @pytest.mark.parametrize("width", [64, 65, 160, 161, 1000, 1024, 40_001, 70_016])
-def test_large_results_with_all_threads_and_past_the_caches(backend, num_bytes, width):
-    table = torch.randint(0, 256, (1000, width), dtype=torch.uint8)
-    index = torch.randint(0, 1000, (num_bytes // width,))
+def test_large_results_with_all_threads_and_past_the_caches(backend, num_bytes, width, monkeypatch):
+    monkeypatch.setattr(host_table, "_STREAM_BYTES", 1 << 20)
+    check_large_result(num_bytes, width)
+
+
+def test_results_larger_than_the_caches_are_streamed(backend):
+    check_large_result((8 << 20) + 640, 160)
+
+
+def check_large_result(num_bytes: int, width: int) -> None:
+    num_rows = 1000 if width <= 1024 else 40
+    table = torch.randint(0, 256, (num_rows, width), dtype=torch.uint8)
+    index = torch.randint(0, num_rows, (num_bytes // width,))
     storage = torch.zeros(len(index) * width + 64, dtype=torch.uint8)
     for shift in (0, 13):
         out = storage[shift : shift + len(index) * width].view(-1, width)

@@ -121,9 +121,9 @@ def torch_fuses() -> bool:
 @pytest.mark.parametrize("name", STEPS)
 def test_the_number_of_threads_changes_no_bit(name, dtype, num_threads):
     step, num_states = STEPS[name]
-    found = several_steps(step, num_states, dtype=dtype, width=300, num_indices=4000)
+    found = several_steps(step, num_states, dtype=dtype, width=130, num_indices=1500)
     torch.set_num_threads(1)
-    expected = several_steps(step, num_states, dtype=dtype, width=300, num_indices=4000)
+    expected = several_steps(step, num_states, dtype=dtype, width=130, num_indices=1500)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
