@@ -8,6 +8,7 @@ import io
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 """An H100 or H200, and an MI300: Triton's name of the backend, architecture, lanes of a warp."""
+REPORT = "assembler.txt"  # beside a kernel in Triton's cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,9 +75,8 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
         knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=gpu, options=options)
         seconds = time.perf_counter() - start
-        if gpu.backend == "cuda" and not said.getvalue():  # Triton's cache had it
-            parsed = backend.parse_options(options)
-            backend.make_cubin(compiled.asm["ptx"], {}, parsed, gpu.arch)
+        if gpu.backend == "cuda":
+            _keep_report(compiled, said, backend, options)
     if gpu.backend == "cuda":
         registers, spill_bytes = _of_nvidia(said.getvalue())
     else:
@@ -88,6 +89,23 @@ def compile_launch(launch: KernelLaunch, target: str) -> Compiled:
         spill_bytes=spill_bytes,
     )
     return Compiled(compiled.asm, resources, seconds)
+
+
+def _keep_report(compiled: Any, said: io.StringIO, backend: Any, options: Any) -> None:
+    """Keep what the assembler has said beside the kernel, in Triton's cache, and find it there.
+
+    The name of the kernel in the cache depends on the assembler's version as well.
+    """
+    from triton.runtime.cache import get_cache_manager
+
+    beside = get_cache_manager(compiled.hash)
+    if not said.getvalue():  # the cache had the kernel
+        if path := beside.get_file(REPORT):
+            said.write(Path(path).read_text())
+            return
+        parsed = backend.parse_options(options)
+        backend.make_cubin(compiled.asm["ptx"], {}, parsed, backend.target.arch)
+    beside.put(said.getvalue(), REPORT, binary=False)
 
 
 def _of_nvidia(said: str) -> tuple[int, int]:
