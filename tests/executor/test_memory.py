@@ -150,15 +150,20 @@ def test_what_the_system_sees_of_a_step(share, tier, store):
 
 
 def test_a_hundred_steps_do_not_grow(store):
+    """What leaks grows in every hundred; the heap of a process that ran other tests does not."""
     model, stepper = trainee(CASES["mixture"], "adamw")
     options = {"share": 1 / 3, "tier": "file", "store": store}
     with bound("mixture", "adamw", model, stepper, **options) as step:
         for _ in range(20):
             step(CASES["mixture"].batch)
-        before = _resident_bytes()
-        for _ in range(100):
-            step(CASES["mixture"].batch)
-        assert _resident_bytes() - before < 2 * MIB / 3
+        assert any(_grown_by(lambda: step(CASES["mixture"].batch)) < 2 * MIB / 3 for _ in range(3))
+
+
+def _grown_by(run, times=100):
+    before = _resident_bytes()
+    for _ in range(times):
+        run()
+    return _resident_bytes() - before
 
 
 def _resident_bytes() -> int:
