@@ -70,7 +70,7 @@ def with_other_times(plan: Plan, graph, report, held_bytes) -> Plan:
     times = [s and s * (1 + i % 7) for i, s in enumerate(report.operator_seconds)]
     report = dataclasses.replace(report, operator_seconds=tuple(times))
     budget = planning._budget_within(plan.budget, report.workspace_bytes, held_bytes)
-    return refine(dataclasses.replace(plan, budget=budget, seed=9), report, graph, time_limit=0.5)
+    return refine(dataclasses.replace(plan, budget=budget, seed=9), report, graph, time_limit=0.05)
 
 
 @pytest.mark.parametrize("tier", ["host", "file"])
