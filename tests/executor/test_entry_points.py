@@ -26,13 +26,16 @@ class Ran(TorchDispatchMode):
 
 def what_runs(case, store):
     model, stepper = trainee(CASES[case], "adamw")
-    with bound(case, "adamw", model, stepper, share=1 / 3, tier="host", store=store) as step:
+    options = {"share": 1 / 3, "tier": "host", "store": store, "shadow": 0}
+    with bound(case, "adamw", model, stepper, **options) as step:
         step(CASES[case].batch)
         with Ran() as ran:
             step(CASES[case].batch)
     return ran.calls
 
 
+# Each model of Transformers adds to a registry, which its forward pass reads.
+@pytest.mark.filterwarnings("ignore:len.*changed since the step was captured:UserWarning")
 @pytest.mark.parametrize("case", ["gpt2", "resnet", "lstm"])
 def test_the_same_operators_run_as_by_their_names(case, store, monkeypatch):
     quick = what_runs(case, store)
