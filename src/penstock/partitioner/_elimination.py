@@ -17,8 +17,9 @@ improved afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,16 +68,38 @@ class Choices:
 
     def total(self, options: np.ndarray) -> tuple[float, float]:
         """Return the cost and the bytes of an option for each variable."""
-        found = []
-        for single, pairs in ((self.costs, self.pair_costs), (self.bytes, self.pair_bytes)):
-            total = sum(float(each[option]) for each, option in zip(single, options, strict=True))
-            total += sum(float(t[options[a], options[b]]) for (a, b), t in pairs.items())
-            found.append(total)
-        return found[0], found[1]
+        cost = self.find_total(self.costs, self.pair_costs)(options)
+        return cost, self.find_total(self.bytes, self.pair_bytes)(options)
+
+    def find_total(
+        self, single: Sequence[np.ndarray], pairs: dict[tuple[int, int], np.ndarray]
+    ) -> Callable[[np.ndarray], float]:
+        """Return a function of options that adds up the numbers of variables and their pairs."""
+        first = np.cumsum([0, *self.num_options])[:-1]
+        numbers, of_pairs = np.concatenate([*single, []]), [each.ravel() for each in pairs.values()]
+        first_of_pairs = np.cumsum([0, *map(len, of_pairs)])[:-1]
+        numbers_of_pairs = np.concatenate([*of_pairs, []])
+        a, b = np.array([*pairs], dtype=np.int64).reshape(-1, 2).T
+        columns = np.array(self.num_options, dtype=np.int64)[b]
+
+        def total(options: np.ndarray) -> float:
+            found = numbers_of_pairs[first_of_pairs + options[a] * columns + options[b]]
+            return sum(numbers[first + options].tolist()) + sum(found.tolist())
+
+        return total
 
 
 Table = tuple[tuple[int, ...], np.ndarray]
 """Variables, and a number for each of their options."""
+
+
+class _Joint(NamedTuple):
+    """The table of variables that are added up, and how each of the given ones lies in it."""
+
+    names: tuple[int, ...]
+    shape: list[int]
+    orders: list[list[int]]
+    shapes: list[list[int]]
 
 
 class Elimination:
@@ -98,6 +121,7 @@ class Elimination:
         self._place = {v: place for place, v in enumerate(self.early)}
         self._known: tuple[list[Table], list[Table]] | None = None
         self._early_tables: list[Table] = []
+        self._joints: dict[tuple[object, ...], _Joint] = {}
         self._tables: list[Table] = []
 
     @property
@@ -248,22 +272,27 @@ class Elimination:
     def _fill_in(options: np.ndarray, order: Sequence[int], tables: Sequence[Table]) -> None:
         """Choose the best option of each variable, the last eliminated first."""
         for v, (names, numbers) in zip(reversed(order), reversed(tables), strict=True):
-            place = tuple(options[name] for name in names[1:])
-            options[v] = int(numbers[(slice(None), *place)].argmin())
+            place = [options[name] for name in names[1:]]
+            options[v] = numbers[(slice(None), *place)].argmin()
 
     def _join(self, v: int, tables: list[Table]) -> Table:
         """Add tables up over all their variables, v first."""
-        others = sorted({name for names, _ in tables for name in names} - {v})
-        names = (v, *others)
-        place = {name: axis for axis, name in enumerate(names)}
-        total = np.zeros([self.choices.num_options[name] for name in names])
-        for own, numbers in tables:
-            order = sorted(range(len(own)), key=lambda axis: place[own[axis]])
-            shape = [1] * len(names)
-            for name in own:
-                shape[place[name]] = self.choices.num_options[name]
+        key = v, *[names for names, _ in tables]
+        joint = self._joints.get(key)
+        if joint is None:
+            joint = self._joints[key] = self._find_joint(v, [names for names, _ in tables])
+        total = np.zeros(joint.shape)
+        for (_, numbers), order, shape in zip(tables, joint.orders, joint.shapes, strict=True):
             total += numbers.transpose(order).reshape(shape)
-        return names, total
+        return joint.names, total
+
+    def _find_joint(self, v: int, tables: list[tuple[int, ...]]) -> _Joint:
+        others = sorted({name for names in tables for name in names} - {v})
+        names, options = (v, *others), self.choices.num_options
+        place = {name: axis for axis, name in enumerate(names)}
+        orders = [sorted(range(len(own)), key=lambda axis: place[own[axis]]) for own in tables]
+        shapes = [[options[name] if name in own else 1 for name in names] for own in tables]
+        return _Joint(names, [options[name] for name in names], orders, shapes)
 
     def _descend(self, options: np.ndarray, tables_of: dict[int, list[Table]]) -> None:
         """Change one kept variable at a time while that lowers the sum."""

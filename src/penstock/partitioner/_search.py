@@ -234,6 +234,7 @@ class SplitSearch:
         start = np.zeros(len(level.choices.num_options), dtype=int)
         elimination.solve(price, start)
         cheapest, limit = best.cost, None
+        cost_of = level.choices.find_total(level.choices.costs, level.choices.pair_costs)
         splits = elimination.enumerate(cheapest * (1 - 1e-9) + price * self.budget)
         for _ in range(_MOST_SPLITS):
             try:
@@ -241,13 +242,11 @@ class SplitSearch:
             except StopIteration:
                 return
             limit = None
-            if level.choices.total(options)[0] < cheapest * (1 - 1e-9):
-                found = self.add(level.step_split(options), "gap")
-                if self.fits(found):
-                    cheapest = found.cost
+            if cost_of(options) < cheapest * (1 - 1e-9):
+                step = level.step_split(options)
+                if self.model.device_bytes(step).max(initial=0) <= self.budget:
+                    cheapest = self.add(step, "gap").cost
                     limit = cheapest * (1 - 1e-9) + price * self.budget
-                else:
-                    self.candidates.pop()
             if time.monotonic() > ends:
                 return
 

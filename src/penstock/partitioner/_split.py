@@ -66,6 +66,20 @@ class ExchangeCost(NamedTuple):
     cost: float
 
 
+class GroupCost(NamedTuple):
+    """Costs of a group of operators, of one split and one placement of each of its storages.
+
+    Attributes:
+        received: For each move the bytes that a rank receives, and the same weighted.
+        work: Cost of repeated work.
+        extra_bytes: Memory of a rank beside the storages.
+    """
+
+    received: tuple[tuple[float, float], ...]
+    work: float
+    extra_bytes: int
+
+
 class GroupUse(NamedTuple):
     """An operand or result of the operators of a group.
 
@@ -123,6 +137,8 @@ class Model:
         self._forms: dict[tuple[Use, tuple[int, ...]], int] = {}
         self.uses = [self._find_uses(members[0]) for members in groups.operators]
         self._known_forms = [*self._forms]
+        self._owners = [tuple(use.owner for use in uses) for uses in self.uses]
+        self._costs: dict[Mesh, dict[object, GroupCost]] = {}
         self._traffic = functools.cache(self._find_traffic)
         self.table = functools.cache(self._find_table)
 
@@ -220,14 +236,30 @@ class Model:
 
     def device_bytes(self, step: StepSplit) -> np.ndarray:
         """Return the bytes that a rank needs at each operator."""
-        extra = [self._extra_bytes(step, group) for group in range(len(step.splits))]
+        extra = [cost.extra_bytes for cost in self._group_costs(step)]
         total = self.live_bytes(self.local_bytes(step))
         return total + np.array(extra, dtype=np.int64)[self._group_of_operator]
 
-    def _extra_bytes(self, step: StepSplit, group: int) -> int:
-        workspace = self.graph.operators[self.groups.operators[group][0]].workspace_bytes
-        found = math.ceil(workspace * share(step.splits[group], step.mesh.sizes))
-        return found + sum(traffic.extra_bytes for _, traffic in self.exchanges(step, group))
+    def _group_costs(self, step: StepSplit) -> Iterator[GroupCost]:
+        """Yield the costs of each group of operators, which are counted once: steps are alike."""
+        known, placements = self._costs.setdefault(step.mesh, {}), step.placements
+        for group, (split, owners) in enumerate(zip(step.splits, self._owners, strict=True)):
+            key = group, split, *[placements[owner] for owner in owners]
+            if (cost := known.get(key)) is None:
+                cost = known[key] = self._count_group(step, group)
+            yield cost
+
+    def _count_group(self, step: StepSplit, group: int) -> GroupCost:
+        members, split, mesh = self.groups.operators[group], step.splits[group], step.mesh
+        received, extra = [], 0
+        for _, traffic in self.exchanges(step, group):
+            extra += traffic.extra_bytes
+            for move in traffic.moves:
+                num_bytes = len(members) * move.num_bytes
+                received.append((num_bytes, num_bytes * mesh.weights[move.level]))
+        workspace = self.graph.operators[members[0]].workspace_bytes
+        extra += math.ceil(workspace * share(split, mesh.sizes))
+        return GroupCost(tuple(received), self.repeated_work(members, split, mesh), extra)
 
     def exchanges(self, step: StepSplit, group: int) -> Iterator[tuple[GroupUse, Traffic]]:
         """Yield the operands and results of a group of operators with their exchange."""
@@ -240,12 +272,11 @@ class Model:
     def exchange(self, step: StepSplit) -> ExchangeCost:
         """Return the bytes that a rank receives, and what they cost."""
         total, weighted, work = 0.0, 0.0, 0.0
-        for group, members in enumerate(self.groups.operators):
-            work += self.repeated_work(members, step.splits[group], step.mesh)
-            for _, traffic in self.exchanges(step, group):
-                for move in traffic.moves:
-                    total += len(members) * move.num_bytes
-                    weighted += len(members) * move.num_bytes * step.mesh.weights[move.level]
+        for cost in self._group_costs(step):
+            work += cost.work
+            for num_bytes, weighted_bytes in cost.received:
+                total += num_bytes
+                weighted += weighted_bytes
         return ExchangeCost(total, weighted, weighted + work)
 
     def repeated_work(self, members: Sequence[int], split: Split, mesh: Mesh) -> float:
