@@ -166,7 +166,8 @@ def run_rank(rank: int, num_ranks: int, split: str, folder: str, port: int) -> N
         timeout=timedelta(seconds=300),
     )
     ring = torch.arange(1000)  # what is built and mapped at first is there
-    small = RankGraph(CSRGraph.from_edges(torch.stack([ring, ring.roll(7)]), 1000))
+    near = torch.stack([ring.repeat(2), torch.cat([ring.roll(1), ring.roll(31)])])
+    small = RankGraph(CSRGraph.from_edges(near, 1000))  # no node is more than 62 steps away
     for call in (connected_components, pagerank, lambda part: bfs(part, ring[:1])):
         call(small)
     khop(small, ring[:8], 3)
