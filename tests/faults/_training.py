@@ -21,7 +21,7 @@ from penstock.memory import FileStore, Tier
 E = TypeVar("E", bound=BaseException)
 KIB, MIB = 1024, 1024**2
 WIDTH = 256
-BATCH = 1024
+BATCH = 256
 ACTIVATION_BYTES = BATCH * WIDTH * 4
 NUM_LAYERS = 8
 SAVED_BYTES = (2 * NUM_LAYERS + 1) * ACTIVATION_BYTES  # the input, and two of each layer
@@ -29,7 +29,7 @@ SAVED_BYTES = (2 * NUM_LAYERS + 1) * ACTIVATION_BYTES  # the input, and two of e
 
 @functools.cache
 def model() -> nn.Sequential:
-    """Eight layers that save seventeen activations of 1 MiB; never trained."""
+    """Eight layers that save seventeen activations of 256 KiB; never trained."""
     torch.manual_seed(0)
     layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS)]
     return nn.Sequential(*(module for layer in layers for module in layer))

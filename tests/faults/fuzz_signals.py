@@ -42,10 +42,10 @@ class Came(BaseException):
     """Exception of a handler."""
 
 
-def gradient() -> torch.Tensor:
+def gradient(num_layers: int = 10) -> torch.Tensor:
     x = torch.linspace(-1, 1, 96 * 96).view(96, 96).requires_grad_()
     y = x
-    for _ in range(10):
+    for _ in range(num_layers):
         y = (y @ y).tanh() * 1.01
     return torch.autograd.grad(y.sum(), x)[0]
 

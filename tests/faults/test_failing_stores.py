@@ -85,7 +85,7 @@ def test_file_size_limit_of_the_process(store):
     """`ulimit -f`: the operating system refuses to let the file grow (EFBIG)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with offloading(store) as offload:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * ACTIVATION_BYTES, hard))
         try:
             with pytest.warns(RuntimeWarning, match=STOPPED):
                 steps_until_stopped(offload)

@@ -67,7 +67,7 @@ def test_interrupts_at_any_moment(store, monkeypatch):
         with offloading(store, device_memory=4 * ACTIVATION_BYTES) as offload:
             for _ in range(30):
                 timer = threading.Timer(
-                    numbers.uniform(0.0, 0.05), signal.pthread_kill, (main, signal.SIGUSR1)
+                    numbers.uniform(0.0, 0.02), signal.pthread_kill, (main, signal.SIGUSR1)
                 )
                 try:
                     timer.start()
@@ -133,8 +133,9 @@ def child_that_never_ends(store: str) -> NoReturn:
 
 def child_that_waits_for_its_store(store: str) -> NoReturn:
     """Its store is so slow that the computation stands still."""
-    slow = FileStore(store, write_bytes_per_second="1MB/s")
-    offload = penstock.offload(slow, device_memory=2 * MIB, policy="all", min_bytes="4KiB")
+    slow = FileStore(store, write_bytes_per_second="250kB/s")
+    budget = 2 * ACTIVATION_BYTES
+    offload = penstock.offload(slow, device_memory=budget, policy="all", min_bytes="4KiB")
     with offload:
         threading.Timer(0.5, say_ready).start()
         while True:
@@ -178,7 +179,7 @@ def test_sigint(store, name):
 def child_that_forks(store: str) -> None:
     """Forks with saved tensors in memory, in the file and on their way; both sides go on."""
     torch.set_num_threads(1)
-    slow = FileStore(store, write_bytes_per_second="20MB/s")
+    slow = FileStore(store, write_bytes_per_second="5MB/s")
     offload = penstock.offload(store, policy="all", min_bytes="4KiB")
     slow_offload = penstock.offload(slow, policy="all", min_bytes="4KiB")
     with offload:
