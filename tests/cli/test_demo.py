@@ -31,13 +31,14 @@ def result(arm: str, *, losses: tuple[float, ...] = (5.5, 4.0), weights: str = "
     )
 
 
-def test_the_whole_demo_small(real_disk: Path, tmp_path: Path):
+def test_the_whole_demo_small(probed_store: Path, tmp_path: Path):
     out = tmp_path / "results"
     done = subprocess.run(
         [
             find_python("libraries"), "-m", "penstock", "demo", "--out", str(out), "--steps", "2",
             "--policy", "all", "--min-bytes", "4KiB", "--hidden-size", "32", "--layers", "1",
-            "--heads", "2", "--sequence-length", "64", "--batch-size", "4", "--plan-seconds", "0.2",
+            "--heads", "2", "--sequence-length", "64", "--batch-size", "4", "--plan-seconds", "0.1",
+            "--store", str(probed_store),
         ],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
