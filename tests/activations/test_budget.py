@@ -41,13 +41,13 @@ def saved_bytes(store, model: nn.Module, batch: int) -> tuple[int, int]:
 @pytest.mark.parametrize("fraction", [2, 4, 16])
 def test_device_memory_holds_from_the_first_step(store, policy, fraction):
     model = model_of(8)
-    expected = gradients(model, 512)
-    total, largest = saved_bytes(store, model, 512)
+    expected = gradients(model, 256)
+    total, largest = saved_bytes(store, model, 256)
     budget = total // fraction
     offload = penstock.offload(store, device_memory=budget, policy=policy, min_bytes="4KiB")
     for _ in range(4):
         with offload:
-            assert equal(gradients(model, 512), expected)
+            assert equal(gradients(model, 256), expected)
         assert offload.report().peak_device_bytes <= budget + largest
     assert offload.report().peak_device_bytes > budget // 4
     offload.close()
@@ -55,13 +55,13 @@ def test_device_memory_holds_from_the_first_step(store, policy, fraction):
 
 def test_auto_uses_the_budget_it_is_given(store):
     model = model_of(8)
-    total, _ = saved_bytes(store, model, 512)
+    total, _ = saved_bytes(store, model, 256)
     offload = penstock.offload(store, device_memory=2 * total, min_bytes="4KiB")
     with offload:
-        gradients(model, 512)
+        gradients(model, 256)
         first = offload.report().offloaded_bytes
-        gradients(model, 512)
-        gradients(model, 512)
+        gradients(model, 256)
+        gradients(model, 256)
     assert offload.report().offloaded_bytes == first  # the first step measures, then all stays
     assert "fits" in offload.report().reason
     offload.close()
@@ -84,13 +84,13 @@ def test_a_slow_store_blocks_and_never_exceeds(store):
 @pytest.mark.parametrize("policy", ["all", "auto"])
 def test_batch_shapes_that_change_and_models_in_turn(store, policy):
     models = [model_of(6), model_of(3)]
-    batches = [512, 64, 300, 8, 512, 129]
+    batches = [256, 64, 150, 8, 256, 129]
     expected = {
         (index, batch): gradients(model, batch)
         for index, model in enumerate(models)
         for batch in batches
     }
-    total, largest = saved_bytes(store, models[0], 512)
+    total, largest = saved_bytes(store, models[0], 256)
     budget = total // 4
     offload = penstock.offload(store, device_memory=budget, policy=policy, min_bytes="4KiB")
     with offload:
@@ -103,12 +103,12 @@ def test_batch_shapes_that_change_and_models_in_turn(store, policy):
 
 def test_interleaved_graphs_keep_within_the_budget(store):
     model = model_of(4)
-    expected = [gradients(model, batch) for batch in (128, 256, 512)]
-    total, largest = saved_bytes(store, model, 512)
+    expected = [gradients(model, batch) for batch in (64, 128, 256)]
+    total, largest = saved_bytes(store, model, 256)
     offload = penstock.offload(store, device_memory=total // 4, policy="all", min_bytes="4KiB")
     with offload:
         losses = []
-        for batch in (128, 256, 512):
+        for batch in (64, 128, 256):
             torch.manual_seed(batch)
             losses.append(model(torch.randn(batch, HIDDEN)).square().mean())
         for loss, gradient in zip(losses, expected, strict=True):
