@@ -255,12 +255,11 @@ def place_rest(
     batches, placed = batches.copy(), batches != UNPLACED
     loads = np.zeros(num_batches, dtype=np.int64)
     np.add.at(loads, batches[placed], costs[placed])
-    counts = np.bincount(batches[placed], minlength=num_batches).tolist()
-    slack = sorted(
-        (most_cost - int(load), batch)
-        for batch, load in enumerate(loads)
-        if counts[batch] < most_samples
-    )
+    counts = np.bincount(batches[placed], minlength=num_batches)
+    has_room = np.flatnonzero(counts < most_samples)
+    fullest = has_room[np.argsort(-loads[has_room], kind="stable")]
+    slack = list(zip((most_cost - loads[fullest]).tolist(), fullest.tolist(), strict=True))
+    counts = counts.tolist()
     for sample in unplaced[np.argsort(-costs[unplaced], kind="stable")].tolist():
         cost = int(costs[sample])
         place = bisect_left(slack, (cost, -1))
