@@ -100,7 +100,7 @@ def test_a_cap_holds_over_a_quarter_of_a_million_samples(
 def test_memory_grows_as_the_samples_do(arguments):
     """Peak bytes of planning and handing out an epoch, per sample."""
     per_sample = []
-    for count in (10_000, 40_000, 160_000):
+    for count in (5_000, 20_000, 80_000):
         sizes = lognormal(count)
         tracemalloc.start()
         for _ in BalancedBatchSampler(sizes, **arguments):
