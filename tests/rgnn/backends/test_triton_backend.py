@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from _relational import (
     LAYERS,
+    NUM_RELATIONS,
     graphs,
     layer_arguments,
     random_graph,
@@ -322,6 +323,16 @@ def test_products_use_matrix_instructions_where_they_may(dtype):
         torch.set_float32_matmul_precision(precision)
 
 
+def projected_sum(g, x, W):
+    """Products, sums, gradients of weights in pieces."""
+    return g.sum_to_dst(g.edges.src(x) @ W[g.edges.type])
+
+
+def scaled_sum(g, x, s):
+    """Traversals alone."""
+    return g.sum_to_dst(g.edges(s) * g.edges.src(x))
+
+
 class AbsentGpu:
     """What Triton asks of a driver when it compiles."""
 
@@ -354,12 +365,18 @@ def test_a_kernel_whose_source_cannot_be_parsed_beside_others_is_left_to_its_lau
 
 
 @needs_triton
-@pytest.mark.parametrize("num_faults", [0, 1])
-def test_a_first_call_compiles_all_its_kernels_at_the_same_time(num_faults, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_faults", "body", "shape"),
+    [(0, projected_sum, (NUM_RELATIONS, 16, 16)), (1, scaled_sum, (200, 1))],
+)
+def test_a_first_call_compiles_all_its_kernels_at_the_same_time(
+    num_faults, body, shape, tmp_path, monkeypatch
+):
     import triton
     from triton import knobs
     from triton.runtime import driver
 
+    import rgnn_kernels
     from penstock.rgnn.backends.triton import TritonBackend
 
     threads, compiled, faults, several = set(), [], [], threading.Event()
@@ -398,7 +415,10 @@ def test_a_first_call_compiles_all_its_kernels_at_the_same_time(num_faults, tmp_
         return run(self, invocation, launch)
 
     monkeypatch.setattr(TritonBackend, "run", compile_and_record)
-    launches = launches_of("rgcn", random_graph(30, 200), torch.float32)
+    arguments = (random_tensor(*each).detach().float() for each in ((30, 16), shape))
+    launches = rgnn_kernels.launches_of(
+        rgnn.compile(body), random_graph(30, 200), *(each.requires_grad_() for each in arguments)
+    )
     num_compiled, main_thread = len(compiled), threading.get_ident()
     assert threads and main_thread not in threads
     for launch in launches:  # finds all of them compiled but those that failed
