@@ -17,8 +17,8 @@ import pytest
 
 from fork_servers import find_python
 
-BUDGET_BYTES = 32 * 2**20
-NUM_NODES, WIDTH, NUM_EDGES = 2**18, 64, 2**18  # features of twice the budget
+BUDGET_BYTES = 16 * 2**20
+NUM_NODES, WIDTH, NUM_EDGES = 2**17, 64, 2**17  # features of twice the budget
 
 PROGRAM = """
 import gc, json, resource, sys

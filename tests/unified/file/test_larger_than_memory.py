@@ -20,8 +20,8 @@ import pytest
 
 from fork_servers import find_python
 
-BUDGET_BYTES = 96 * 2**20
-NUM_ROWS, WIDTH = 3 * 2**18, 64  # rows of 256 bytes: twice the budget
+BUDGET_BYTES = 48 * 2**20
+NUM_ROWS, WIDTH = 3 * 2**17, 64  # rows of 256 bytes: twice the budget
 
 TRAINER = """
 import gc, json, resource, sys
@@ -124,7 +124,7 @@ def test_a_table_of_twice_the_budget_trains_as_in_memory(directory):
     assert in_file["grown_bytes"] < BUDGET_BYTES
     assert in_memory["grown_bytes"] > 4 * BUDGET_BYTES
     # The limit is one: the same table in memory, a plain tensor of its size, a copy of one.
-    assert in_file["table"].startswith("CapacityError: a table of 192.00 MiB does not fit into mem")
+    assert in_file["table"].startswith("CapacityError: a table of 96.00 MiB does not fit into mem")
     assert 'keep the table in a file: penstock.unify("table.npy")' in in_file["table"]
-    assert in_file["copy"].startswith("CapacityError: a table of 192.00 MiB does not fit into mem")
+    assert in_file["copy"].startswith("CapacityError: a table of 96.00 MiB does not fit into mem")
     assert in_file["tensor"].startswith("RuntimeError") and "memory" in in_file["tensor"]
