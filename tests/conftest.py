@@ -209,7 +209,7 @@ def quick_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few small runs, for tests that are not about how well a machine is measured."""
-    from penstock.memory import _probe
+    from penstock.memory import _caches, _probe
 
     monkeypatch.setattr(_probe, "_LINK_SECONDS", 0.0)
     monkeypatch.setattr(_probe, "_RUN_SECONDS", 0.0)  # as on a slow disk
@@ -221,6 +221,7 @@ def quick_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_probe, "_CACHE_RUN_BYTES", 2**20)
     pages = functools.partial(_probe.measure_pages, num_runs=2, num_bytes=2**22)
     monkeypatch.setattr(_probe, "measure_pages", pages)
+    monkeypatch.setattr(_caches, "_NUM_ROWS_READ", 2**13)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.iomodel import ChainOperator, chain, plan_chain, run_chain
+from penstock.iomodel import ChainOperator, _plan_chain, chain, plan_chain, run_chain
 from penstock.iomodel._modules import run_fused
 from test_chain import processor
 from test_run_chain import compare
@@ -158,7 +158,8 @@ def test_functions_of_each_element_overwrite_only_what_the_chain_made():
     assert len(pointers) == 2
 
 
-def test_edges_that_are_fused_are_those_that_run_in_place():
+def test_edges_that_are_fused_are_those_that_run_in_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_plan_chain, "_NEW_BYTES", 64 * 2**20)
     modules = [nn.LayerNorm(64), nn.ReLU(), nn.Sigmoid(), lambda x: x * 2, nn.Tanh()]
     with torch.no_grad():
         plan = plan_chain(modules, torch.randn(4096, 64), machine=processor())

@@ -72,14 +72,17 @@ def within_chance(chi_square: float, degrees_of_freedom: int) -> bool:
 
 @pytest.mark.parametrize("replace", [True, False])
 def test_every_neighbour_is_equally_likely(replace):
-    """Pearson's test, for 12 nodes with 10 neighbours each, of which 3 are taken 2000 times."""
-    starts, neighbors = graph([10] * 12)
+    """Pearson's test, for 12 nodes with 10 neighbours each, of which 3 are taken 2000 times.
+
+    Twenty nodes in turn stand for one of them, of which each is sampled a hundred times.
+    """
+    starts, neighbors = graph([10] * 240)
     sampler = NeighborSampler(starts, neighbors, fanouts=[3], replace=replace)
     generator = torch.Generator().manual_seed(0)
     counts = torch.zeros(120)
-    for _ in range(2000):
-        ids = sampler.sample(torch.arange(12), generator=generator).edge_ids
-        counts += torch.bincount(ids, minlength=120)
+    for _ in range(100):
+        ids = sampler.sample(torch.arange(240), generator=generator).edge_ids
+        counts += torch.bincount(ids, minlength=2400).view(20, 120).sum(0)
     expected = 2000 * 0.3
     statistic = ((counts - expected) ** 2).sum() / expected
     if not replace:
