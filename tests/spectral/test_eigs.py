@@ -117,11 +117,11 @@ def test_a_loose_tolerance_is_kept_and_verified_once(tmp_path, num_vectors: int)
 @pytest.mark.parametrize("num_vectors", [None, 72, 40])
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_values_that_thicken_towards_the_wanted_end(is_sparse: bool, num_vectors: int | None):
-    """ARPACK needs 2,600 products, in as many passes over the matrix."""
-    spectrum = torch.linspace(0.2154, 4.64, 200, dtype=torch.float64) ** 3
+    """ARPACK needs 1,900 products, in as many passes over the matrix."""
+    spectrum = torch.linspace(0.2154, 4.64, 150, dtype=torch.float64) ** 3
     matrix = with_spectrum(spectrum)
     source = matrix.to_sparse_csr() if is_sparse else matrix
-    budget = None if num_vectors is None else 8 * 200 * num_vectors
+    budget = None if num_vectors is None else 8 * 150 * num_vectors
     pairs = eigs(source, 6, which="SA", tol=1e-6, max_bytes=budget)
     torch.testing.assert_close(pairs.values, spectrum[:6], rtol=1e-6, atol=0)
     assert bool((pairs.residuals <= 1e-6 * pairs.values).all())
@@ -221,7 +221,7 @@ STIFF = {
 @pytest.mark.parametrize("name", sorted(STIFF))
 def test_residuals_are_at_most_those_of_arpack(name: str, dtype):
     linalg = pytest.importorskip("scipy.sparse.linalg")
-    for which, seed in (("LA", 0), ("LA", 1), ("LM", 2), ("LM", 3)):
+    for which, seed in (("LA", 0), ("LM", 1)):
         matrix = with_spectrum(STIFF[name], dtype=dtype, seed=seed)
         pairs = eigs(matrix, 6, which=which, seed=seed)
         start = torch.randn(200, dtype=dtype, generator=torch.Generator().manual_seed(seed))
