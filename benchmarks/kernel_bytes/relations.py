@@ -183,11 +183,17 @@ def _find_accesses(function: Callable[..., Any], num_features: int) -> tuple[_Tr
         found += [
             _TraversalAccess(each, scope, parameters)
             for each in ast.walk(statement)
-            if isinstance(each, ast.Call) and ast.unparse(each.func) in ("tl.load", "tl.store")
+            if isinstance(each, ast.Call) and _is_access(each.func)
         ]
-        if isinstance(statement, ast.Assign) and "tl.arange(0, " in ast.unparse(statement.value):
-            scope.note_axis(statement)
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
+            scope.note_axis(statement, statement.value)
     return tuple(found)
+
+
+def _is_access(function: ast.expr) -> bool:
+    if not isinstance(function, ast.Attribute) or function.attr not in ("load", "store"):
+        return False
+    return isinstance(function.value, ast.Name) and function.value.id == "tl"
 
 
 def _walk_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -206,11 +212,10 @@ class _LaneScope(dict[str, Any]):
         self._one_lane = np.zeros((1,) * num_leading, np.int64)
         self._parameters = parameters
 
-    def note_axis(self, statement: ast.Assign) -> None:
+    def note_axis(self, statement: ast.Assign, call: ast.Call) -> None:
         """Add an axis of features, as in `f1 = tl.arange(0, 16)`."""
         (target,) = statement.targets
-        call = statement.value
-        if isinstance(target, ast.Name) and isinstance(call, ast.Call):
+        if isinstance(target, ast.Name) and "tl.arange(0, " in ast.unparse(call):
             length = call.args[1]
             if isinstance(length, ast.Constant) and isinstance(length.value, int):
                 self[target.id] = np.arange(length.value)

@@ -8,6 +8,8 @@ about it. The functions here do as the interpreter's own do; what is the same ea
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import linecache
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,6 +46,8 @@ def quick_interpreter() -> Iterator[None]:
         patch.setattr(builder, "options", options)
         patch.setattr(interpreter._LangPatchScope, "set_attr", _set_with_item(patch))
         patch.setattr(interpreter, "_patch_lang", _patch_once(interpreter._patch_lang))
+        patch.setattr(interpreter, "_patch_builtin", _patch_known())
+        patch.setattr(inspect, "getsourcelines", _find_lines(inspect.getsourcelines))
         patch.setattr(interpreter, "_get_np_dtype", _keep_dtypes(interpreter._get_np_dtype))
         patch.setattr(interpreter.TensorHandle, "__init__", _init_handle)
         patch.setattr(type(builder), "create_splat", _keep_booleans(type(builder).create_splat))
@@ -88,6 +92,36 @@ def _patch_once(patch_language: Callable[[FunctionType], Any]) -> Callable[[Func
         return None if is_patched else patch_language(function)
 
     return patch_once
+
+
+def _patch_known() -> Callable[[Any, Any, Any], None]:
+    """Patch the functions of the language in a module or class, which are looked for once."""
+    known: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        if package not in known:
+            members = inspect.getmembers(package)
+            known[package] = [each for each in members if core.is_builtin(each[1])]
+        for name, member in known[package]:
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    return patch
+
+
+def _find_lines(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Find the lines of a function by the places of its code, not by tokens of its whole file."""
+
+    def find_lines(of: Any) -> tuple[list[str], int]:
+        lines = linecache.getlines(of.__code__.co_filename) if type(of) is FunctionType else []
+        if not lines:
+            return read(of)
+        first = of.__code__.co_firstlineno
+        last = max(end for _, end, *_ in of.__code__.co_positions() if end is not None)
+        while last < len(lines) and lines[last].lstrip().startswith((")", "]", "}")):
+            last += 1  # a bracket around the last expression, of which no code has the place
+        return lines[first - 1 : last], first
+
+    return find_lines
 
 
 def _patch_attribute(quick: dict[tuple[object, str], Callable[..., Any]]) -> Callable[..., None]:

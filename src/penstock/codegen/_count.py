@@ -152,11 +152,17 @@ def _find_interpreter() -> Any:
     return interpreter
 
 
+@functools.lru_cache(64)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return a signature, which takes as long to make as a small kernel to run."""
+    return inspect.signature(function)
+
+
 def _first_arguments(builder: Any, name: str, count: int) -> tuple[str, ...]:
     function = getattr(builder, name, None)
     if not inspect.isfunction(function):
         return ()
-    return tuple(inspect.signature(function).parameters)[1 : count + 1]
+    return tuple(_signature(function).parameters)[1 : count + 1]
 
 
 @contextlib.contextmanager
@@ -203,7 +209,7 @@ def _refuse_compiled(*_: Any, **__: Any) -> None:
 
 
 def _run_before(function: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
-    signature = inspect.signature(function)
+    signature = _signature(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
