@@ -35,7 +35,7 @@ def _bert() -> torch.nn.Module:
 def _t5() -> torch.nn.Module:
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4,
             dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
         )
     )  # fmt: skip

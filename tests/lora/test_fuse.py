@@ -36,7 +36,9 @@ def test_training_equals_peft(kind):
     stock, fused = make(kind), fuse(make(kind))
     assert len(fuse_report(fused).fused) >= 8 and not fuse_report(fused).stock
     steppers = [
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+        torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4, fused=True
+        )
         for model in (stock, fused)
     ]
     for step in range(50):
