@@ -128,10 +128,14 @@ def find_reads(program: Program) -> tuple[frozenset[int], ...]:
     """Return, for each value, those that it reads, through gathers, reshapes and fused outers."""
     fused = find_fused_outers(program)
     found: list[frozenset[int]] = []
-    for node in program.nodes:
-        sources = [find_source(program, operand) for operand in node.operands]
-        of_node = (found[read] if read in fused else {read} for read in sources)
-        found.append(frozenset().union(*of_node))
+    sources: list[int] = []  # `find_source` of each value
+    for position, node in enumerate(program.nodes):
+        reads: set[int] = set()
+        for operand in node.operands:
+            source = sources[operand]
+            reads.update(found[source] if source in fused else (source,))
+        found.append(frozenset(reads))
+        sources.append(sources[node.operands[0]] if node.op in READS else position)
     return tuple(found)
 
 
