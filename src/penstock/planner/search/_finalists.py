@@ -281,7 +281,7 @@ def improve_offsets(
     places, waiting = waiting[:_NUM_PLACED_AT_ONCE], waiting[_NUM_PLACED_AT_ONCE:]
     longest = 0.0  # the longest time of a try
     while places and (now := time.monotonic()) + longest < deadline:
-        search = _choose_fast(_rank_by_time(places), random)
+        search = _choose_fast(places, random)
         most = min(_MAX_PLACE_FAILURES, _PLACE_FAILURES_OF_INTERVAL * search.num_intervals)
         if not search.try_places() and search.failures >= most:
             places = [each for each in places if each is not search] + waiting[:1]
@@ -306,7 +306,6 @@ def _improve_priorities(
     untried = _searches(choices, arena, random)
     longest, failures = 0.0, 0  # the longest time of a try; tries since the last improvement
     most = _MAX_FAILURES
-    ranked: list[PrioritySearch] = []  # those tried that are worth it, while nothing changes
     while failures < most and (now := time.monotonic()) + longest < deadline:
         search = None
         if len(tried) < _NUM_SURVEYED or random.random() < _SHARE_OF_UNTRIED:
@@ -315,18 +314,15 @@ def _improve_priorities(
             )
         if search is not None:
             tried.append(search)
-            ranked = []
         else:
-            if not ranked:
-                tried = [one for one in tried if one.floor < best[0].seconds * _WORTH_A_TRY]
-                ranked = _rank_by_time(tried)
-            if not ranked:
+            tried = [one for one in tried if one.floor < best[0].seconds * _WORTH_A_TRY]
+            if not tried:
                 break
-            search = _choose_fast(ranked, random)
+            search = _choose_fast(tried, random)
         most = min(_MAX_FAILURES, _FAILURES_OF_INTERVAL * search.num_intervals)
         found = search.try_priorities()
         if found is not None:
-            best_of[search], ranked = found, []
+            best_of[search] = found
         if found is not None and found[0].seconds < best[0].seconds:
             best, failures = found, 0
         else:
@@ -335,14 +331,10 @@ def _improve_priorities(
     return sorted([given, *best_of.values()], key=lambda one: one[0].seconds)
 
 
-def _rank_by_time(tried: Sequence[_Search]) -> list[_Search]:
-    """Sort searches by what they have found, then by how fast they may become at the most."""
-    return sorted(tried, key=lambda one: (one.seconds, -one.floor))
-
-
-def _choose_fast(ranked: Sequence[_Search], random: np.random.Generator) -> _Search:
+def _choose_fast(tried: Sequence[_Search], random: np.random.Generator) -> _Search:
     """Choose one of the fastest searches, mostly the first."""
-    return ranked[min(int(random.exponential(0.7)), len(ranked) - 1)]
+    by_time = sorted(tried, key=lambda one: (one.seconds, -one.floor))
+    return by_time[min(int(random.exponential(0.7)), len(by_time) - 1)]
 
 
 def _searches(
