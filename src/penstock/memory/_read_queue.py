@@ -31,6 +31,7 @@ class QueuedReads:
         self._batch = ctypes.c_void_p()  # null until there is one: __del__ runs when this raises
         self._memory = memory
         self._is_whole = np.zeros(len(requests), dtype=bool)
+        self._is_whole_address = self._is_whole.ctypes.data
         self._generation = _fork.generation()
         requests = np.ascontiguousarray(requests, dtype=np.int64)
         with _fork.read_gate.lock:
@@ -57,7 +58,7 @@ class QueuedReads:
             pass  # a signal's handler has run
         if self._batch and self._generation == _fork.generation():
             batch, self._batch = self._batch, ctypes.c_void_p()
-            _library_of_queue().penstock_reads_finish(batch, self._is_whole.ctypes.data)
+            _library_of_queue().penstock_reads_finish(batch, self._is_whole_address)
             _started.discard(self)
         return self._is_whole
 
