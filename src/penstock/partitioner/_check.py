@@ -178,11 +178,16 @@ class _Checker:
         levels = dict(digits)
         with_digit = self._levels_with_digit(extent)
         mask, block = np.ones(extent, dtype=bool), extent
-        indices = np.arange(extent)
         for level in with_digit if set(levels) <= set(with_digit) else levels:
             block //= self.sizes[level]
-            if level in levels:
-                mask &= indices // block % self.sizes[level] == levels[level]
+            if level not in levels:
+                continue
+            size, digit = self.sizes[level], levels[level]
+            if block and extent % (size * block) == 0:  # the same without divisions
+                pieces = mask.reshape(-1, size, block)
+                pieces[:, :digit] = pieces[:, digit + 1 :] = False
+            else:
+                mask &= np.arange(extent) // block % size == digit
         return mask
 
     def _levels_with_digit(self, extent: int) -> list[int]:
