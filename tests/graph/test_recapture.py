@@ -1,7 +1,9 @@
 """A program that does something else when it is called again is refused, by what has changed."""
 
 import collections
+import dis
 import functools
+import inspect
 import itertools
 import random
 import re
@@ -16,6 +18,7 @@ from torch import nn
 
 from penstock.errors import CaptureError, GraphFileError
 from penstock.graph import capture, run
+from penstock.graph.capturing import python_numbers
 from penstock.graph.capturing.python_numbers import find_numbers
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -393,3 +396,23 @@ def test_a_tensor_from_outside_of_another_shape():
     weights.data = torch.ones(1)
     with pytest.raises(GraphFileError, match=r"shape \(1,\) and was torch.float32 of shape \(8,\)"):
         run(graph, model, optimizer, X)
+
+
+def test_global_names_are_those_that_dis_shows():
+    """Also past 256 names, which an instruction has no byte for."""
+    many = "\n".join(f"name_{number} = other_{number}" for number in range(300))
+    many = f"def function():\n    {many.replace(chr(10), chr(10) + '    ')}\n{many}"
+    codes = [compile(many, "<string>", "exec")]
+    codes += [compile(inspect.getsource(each), "<string>", "exec") for each in (dis, inspect)]
+    num_names = 0
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        names = [
+            each.argval
+            for each in dis.get_instructions(code)
+            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        ]
+        assert list(python_numbers._globals_in(code)) == names
+        num_names += len(names)
+    assert num_names > 1000

@@ -17,9 +17,10 @@ import fractions
 import functools
 import itertools
 import operator
+import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,11 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _LIBRARIES = ("torch", "numpy", "penstock")
 _GONE = object()
+_MAX_CODE = 2**14  # of which names are kept
+_LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
+_GLOBAL_READS = re.compile(
+    b"[%b]" % re.escape(bytes([_LOAD_GLOBAL, dis.opmap["LOAD_NAME"]])), re.DOTALL
+)
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 # Of a module: its mode is a guard, and its modules are visited by themselves.
 _NO_ATTRIBUTES = vars(nn.Module()).keys() - _HOOKS
@@ -117,6 +123,7 @@ class _NumberSearch:
         self._num_others = 0  # beside those of modules
         self._seen: dict[int, Any] = {}  # by identity, and alive, so that no other one has it
         self._classes: set[type] = set()
+        self._visited_classes: set[type] = set()  # with their bases
         self._found: set[tuple[int, Any]] = set()
         self._queue: collections.deque[tuple[Any, str, str, int]] = collections.deque()
 
@@ -200,6 +207,9 @@ class _NumberSearch:
 
     def _visit_class(self, kind: type, name: str, depth: int, *, of_module: bool = False) -> None:
         """Look at the numbers and functions of a class of the user's, and of its bases."""
+        if kind in self._visited_classes:
+            return
+        self._visited_classes.add(kind)
         for base in kind.__mro__:
             is_constant = issubclass(base, enum.Enum)
             if base in self._classes or is_constant or not _is_of_user(base):
@@ -243,8 +253,8 @@ class _NumberSearch:
         for each in (function.__defaults__, function.__kwdefaults__):
             if each:
                 self.add(each, f"{place}'s defaults", place, depth)
-        names, holder = set(_names_in(code)), function.__globals__
-        for name in _globals_in(code):
+        (names, global_names), holder = _names_in(code), function.__globals__
+        for name in global_names:
             if name not in holder:  # a built-in function
                 continue
             value = holder[name]
@@ -254,7 +264,7 @@ class _NumberSearch:
                 read = functools.partial(dict.get, holder, name, _GONE)
                 self._take(holder, name, read, name, place, depth)
 
-    def _visit_namespace(self, value: Any, names: set[str], name: str, depth: int) -> None:
+    def _visit_namespace(self, value: Any, names: Set[str], name: str, depth: int) -> None:
         """Look into a class that code names, and at the attributes of a module that it names."""
         if isinstance(value, type):
             self._visit_class(value, name, depth)
@@ -305,26 +315,41 @@ def _to_value(held: Any) -> Any:
     return held if issubclass(type(held), _ATOMS) else Identity(id(held))
 
 
-@functools.lru_cache(4096)
-def _globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that code reads as global variables, with the functions within it."""
-    found = [
-        each.argval
-        for each in dis.get_instructions(code)
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    ]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found += _globals_in(constant)
-    return tuple(dict.fromkeys(found))
+_names_of_code: dict[int, tuple[types.CodeType, frozenset[str], tuple[str, ...]]] = {}
+"""Names in code by its identity: hashing code takes longer than looking for its names. Code is kept
+alive, so that no other has its identity."""
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that code reads, with the functions within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the names that code reads, and those of global variables among these, with the
+    functions within it.
+    """
+    known = _names_of_code.get(id(code))
+    if known is None:
+        names, global_names = set(code.co_names), dict.fromkeys(_globals_in(code))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                inner_names, inner_globals = _names_in(constant)
+                names |= inner_names
+                global_names |= dict.fromkeys(inner_globals)
+        if len(_names_of_code) >= _MAX_CODE:
+            _names_of_code.clear()
+        known = _names_of_code[id(code)] = code, frozenset(names), tuple(global_names)
+    return known[1:]
+
+
+def _globals_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code reads as global variables, as `dis` shows them."""
+    operations, arguments = code.co_code[::2], code.co_code[1::2]
+    for match in _GLOBAL_READS.finditer(operations):
+        place = match.start()
+        argument, shift = arguments[place], 8
+        while place and operations[place - 1] == dis.EXTENDED_ARG:
+            place -= 1
+            argument |= arguments[place] << shift
+            shift += 8
+        is_global = operations[match.start()] == _LOAD_GLOBAL
+        yield code.co_names[argument >> 1 if is_global else argument]
 
 
 def _is_of_user(kind: type) -> bool:
