@@ -296,7 +296,7 @@ def _to_plain(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _to_plain(item) for key, item in state.items()}
     if isinstance(state, tuple | list):
-        return [_to_plain(item) for item in state]
+        return [item if type(item) is int else _to_plain(item) for item in state]
     if isinstance(state, torch.Tensor):
         return state.numpy().tobytes()
     return state.tobytes() if hasattr(state, "tobytes") else state

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from penstock.compat.dispatch import num_owners
 from penstock.graph.capturing._program_lines import error_here
 from penstock.graph.costs.counts import OperatorCounts
 from penstock.graph.encoding import dtype_name
@@ -30,6 +31,10 @@ class DraftStorage:
     def real_bytes(self) -> int:
         """Its bytes, wherever they are."""
         return self.num_bytes if self.handle is None else self.handle.nbytes()
+
+    def is_held(self) -> bool:
+        """Return whether anything but this table holds the storage."""
+        return self.handle is not None and num_owners(self.handle._cdata) > 1
 
 
 @dataclass(slots=True)

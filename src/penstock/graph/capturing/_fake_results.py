@@ -18,16 +18,26 @@ from penstock.compat.fake_tensors import (
     DynamicOutputShapeException,
     FakeTensor,
     UnsupportedOperatorException,
+    make_fake,
 )
 from penstock.graph.capturing._meta_corrections import correct_results
 from penstock.graph.capturing._program_lines import error_here
+from penstock.graph.capturing.schemas import schema_of
+from penstock.graph.costs.counts import OperatorCounts
 
 SYMBOLS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _MAX_CACHED = 2**14
+_NOT_TOLD = {
+    *(torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape),
+    torch.Tag.inplace_view,
+}
 _PLAIN = (
     *(bool, int, float, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+
+
+_UNTRACED = {FakeTensor, *_PLAIN}
 
 
 class _TensorForm(NamedTuple):
@@ -47,39 +57,74 @@ class _ResultForms(NamedTuple):
         container: `tuple` or `list`; None where the result is a tensor.
         forms: Of its tensors; None for a result that was not asked for.
         is_view: Whether it views the first operand.
+        is_first: Whether it is the first operand, which was written.
     """
 
     container: type | None
     forms: tuple[_TensorForm | None, ...]
-    is_view: bool
+    is_view: bool = False
+    is_first: bool = False
 
 
 class _FormlessError(Exception):
     """A result depends on more of an argument than on its form."""
 
 
-_cache: dict[Any, _ResultForms] = {}
+class KnownCall:
+    """A call of an operator on operands of some forms.
+
+    Attributes:
+        counts: The counts of its costs, which the forms tell as well; None until they are counted.
+    """
+
+    __slots__ = ("counts", "forms")
+
+    def __init__(self, forms: _ResultForms) -> None:
+        self.forms = forms
+        self.counts: OperatorCounts | None = None
 
 
-def run_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the results of a real kernel, as fake tensors.
+_cache: dict[Any, KnownCall] = {}
+
+
+def run_fake(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, KnownCall | None]:
+    """Return the results of a real kernel, as fake tensors, and what is known of such calls.
 
     Raises:
         CaptureError: The result's form depends on the data, or there is no fake kernel.
     """
-    args = tuple(map(_untrace, args))
+    args = tuple([_untrace(value) for value in args])
     kwargs = {name: _untrace(value) for name, value in kwargs.items()}
     operands: list[FakeTensor] = []
     key = _cache_key(func, args, kwargs, operands) if _is_told_by_forms(func) else None
-    cached = None if key is None else _cache.get(key)  # another thread may clear it
-    if cached is not None:
-        return _make_results(cached, operands[0])
+    known = None if key is None else _cache.get(key)  # another thread may clear it
+    if known is not None:
+        return _make_results(known.forms, operands[0]), known
     result = _run_kernel(func, args, kwargs)
-    if key is not None and (cached := _forms_of(result, operands, func.is_view)) is not None:
+    if key is not None and (forms := _forms_of(func, result, operands)) is not None:
         if len(_cache) >= _MAX_CACHED:
             _cache.clear()
-        _cache[key] = cached
-    return result
+        known = _cache[key] = KnownCall(forms)
+    return result, known
+
+
+def decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the operators that an operator is made of.
+
+    Raises:
+        CaptureError: Which these are depends on the data.
+    """
+    try:
+        return func.decompose(*args, **kwargs)
+    except RuntimeError as error:
+        if "data is not allocated yet" not in str(error):
+            raise
+        raise error_here(
+            f"the course of {func} depends on the data; a captured step has one course of events: "
+            "pass numbers instead of tensors, or do this outside of the step"
+        ) from error
 
 
 def _run_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,6 +150,8 @@ def _remedy(func: OpOverload) -> str:
 
 def _untrace(value: Any) -> Any:
     """Replace traced numbers by numbers; shapes do not depend on them."""
+    if type(value) in _UNTRACED:
+        return value
     if isinstance(value, SYMBOLS):
         return value.node.hint
     if type(value) in (list, tuple):
@@ -118,9 +165,10 @@ def _untrace(value: Any) -> Any:
 @functools.cache
 def _is_told_by_forms(func: OpOverload) -> bool:
     """Return whether the forms of operands decide on those of results."""
-    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    if func.namespace != "aten" or func._schema.is_mutable or tags & set(func.tags):
+    if func.namespace != "aten" or _NOT_TOLD & set(func.tags):
         return False
+    if func._schema.is_mutable:
+        return schema_of(func).returns_first or not func._schema.returns
     if func.is_view:  # a view by strides need not lie in its storage
         returned = func._schema.returns
         is_tensor = len(returned) == 1 and str(returned[0].type) == "Tensor"
@@ -158,7 +206,7 @@ def _argument_key(value: Any, operands: list[FakeTensor]) -> Any:
 
 
 def _form(tensor: FakeTensor) -> _TensorForm:
-    if tensor.layout is not torch.strided or tensor.is_complex() or tensor.is_neg():
+    if tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_neg():
         raise _FormlessError
     return _TensorForm(
         tuple(tensor.shape),
@@ -169,8 +217,12 @@ def _form(tensor: FakeTensor) -> _TensorForm:
     )
 
 
-def _forms_of(result: Any, operands: list[FakeTensor], is_view: bool) -> _ResultForms | None:
-    """Return the forms of a result; None if it is neither new nor a view of the first operand."""
+def _forms_of(func: OpOverload, result: Any, operands: list[FakeTensor]) -> _ResultForms | None:
+    """Return the forms of a result; None if it is neither new nor of the first operand."""
+    if func._schema.is_mutable:
+        if result is None:
+            return _ResultForms(None, (None,))
+        return _ResultForms(None, (), is_first=True) if result is operands[0] else None
     container = type(result) if type(result) in (tuple, list) else None
     results = [result] if container is None else list(result)
     if not all(each is None or isinstance(each, FakeTensor) for each in results):
@@ -185,7 +237,7 @@ def _forms_of(result: Any, operands: list[FakeTensor], is_view: bool) -> _Result
     storages = [each.untyped_storage() for each in tensors]
     identities = [storage._cdata for storage in storages]
     taken = {each.untyped_storage()._cdata for each in operands}
-    if is_view:
+    if func.is_view:
         first = operands[0]
         is_its_view = identities == [first.untyped_storage()._cdata] and tensors[0] is not first
         return _ResultForms(container, forms, is_view=True) if is_its_view else None
@@ -194,7 +246,7 @@ def _forms_of(result: Any, operands: list[FakeTensor], is_view: bool) -> _Result
     for form, storage in zip((each for each in forms if each), storages, strict=True):
         if form.offset or storage.nbytes() != _dense_bytes(form):
             return None
-    return _ResultForms(container, forms, is_view=False)
+    return _ResultForms(container, forms)
 
 
 def _dense_bytes(form: _TensorForm) -> int:
@@ -206,16 +258,18 @@ def _dense_bytes(form: _TensorForm) -> int:
 
 
 def _make_results(cached: _ResultForms, first: FakeTensor) -> Any:
+    if cached.is_first:
+        return first
     with no_dispatch():
         if cached.is_view:
             (form,) = cached.forms
             assert form is not None
             tensor = torch.empty(0, dtype=form.dtype, device="meta")
             tensor.set_(first.untyped_storage(), form.offset, form.shape, form.strides)  # type: ignore[call-overload]
-            return FakeTensor(first.fake_mode, tensor, form.device)
+            return make_fake(first.fake_mode, tensor, form.device)
         made = [
             form
-            and FakeTensor(
+            and make_fake(
                 first.fake_mode,
                 torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta"),
                 form.device,

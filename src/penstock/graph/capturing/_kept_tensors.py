@@ -23,6 +23,8 @@ def materialize_constants(recorder: Recorder) -> bool:
     Returns:
         Whether there were any.
     """
+    if not recorder.has_kept_constants():  # looking at all objects there are takes long
+        return False
     objects = gc.get_objects()
     kept = itertools.compress(objects, map({FakeTensor}.__contains__, map(type, objects)))
     found = False

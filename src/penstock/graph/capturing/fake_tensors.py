@@ -13,7 +13,13 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from penstock.compat.fake_tensors import FakeTensor, FakeTensorMode
+from penstock.compat.dispatch import no_dispatch
+from penstock.compat.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    make_fake,
+    make_parameter,
+)
 from penstock.errors import CaptureError
 from penstock.graph.capturing.module_state import ModuleSnapshot, preserve_modules
 
@@ -64,41 +70,48 @@ class FakeTensors:
         if id(real) not in self._of:
             local = self.local.get(id(real), real)
             _check_kind(local, name)
-            with self._mode, torch.no_grad():
-                fake = self._make(local)
-                if isinstance(real, nn.Parameter):
-                    fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+            fake = self._make(local)
+            if isinstance(real, nn.Parameter):
+                fake = make_parameter(fake, requires_grad=real.requires_grad)
             if real.requires_grad and not fake.requires_grad:
                 fake.requires_grad_()
             self._of[id(real)] = (real, fake)
             self._made.add(id(fake))
         return self._of[id(real)][1]
 
-    def _make(self, real: torch.Tensor) -> torch.Tensor:
+    def _make(self, real: torch.Tensor) -> FakeTensor:
         is_below = self._below and real.dim() > 0 and real.device.type == "cpu"
         device = self.device if real.is_meta or is_below else real.device
         storage = real.untyped_storage()
         base = self._base_of_storage.get(storage._cdata)
         if base is None:
-            whole = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+            whole = self._make_empty(real, device)
             if whole.untyped_storage().nbytes() == storage.nbytes() and not real.storage_offset():
                 self._base_of_storage[storage._cdata] = whole
                 return whole
             num_elements = storage.nbytes() // real.element_size()
-            base = torch.empty(num_elements, dtype=real.dtype, device=device)
+            with self._mode:
+                base = torch.empty(num_elements, dtype=real.dtype, device=device)
             self._base_of_storage[storage._cdata] = base
-        if base.dtype != real.dtype:
-            base = base.as_strided((base.untyped_storage().nbytes() // base.element_size(),), (1,))
-            base = base.view(real.dtype)
-        return base.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
+        with self._mode, torch.no_grad():
+            if base.dtype != real.dtype:
+                num_elements = base.untyped_storage().nbytes() // base.element_size()
+                base = base.as_strided((num_elements,), (1,)).view(real.dtype)
+            fake = base.as_strided(real.shape, real.stride(), real.storage_offset()).detach()
+        assert isinstance(fake, FakeTensor)
+        return fake
+
+    def _make_empty(self, real: torch.Tensor, device: torch.device) -> FakeTensor:
+        """Return a fake tensor of a real one's form in memory of its own."""
+        with no_dispatch():
+            meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+            return make_fake(self._mode, meta, device)
 
     def make_separate(self, real: torch.Tensor, name: str) -> torch.Tensor:
         """Return a fake tensor in memory of its own, also where real ones share theirs."""
         _check_kind(real, name)
         device = self.device if real.is_meta else real.device
-        with self._mode, torch.no_grad():
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
-        return fake.requires_grad_(real.requires_grad)
+        return self._make_empty(real, device).requires_grad_(real.requires_grad)
 
     @contextlib.contextmanager
     def replace_in(self, root: nn.Module) -> Iterator[ModuleSnapshot]:

@@ -18,10 +18,16 @@ from penstock.compat.dispatch import TorchDispatchMode, no_dispatch
 from penstock.compat.fake_tensors import FakeTensor
 from penstock.graph.capturing._constants import ConstantValues, OutsideTensors, copy_constant
 from penstock.graph.capturing._drafts import Draft, StorageTable
-from penstock.graph.capturing._fake_results import SYMBOLS, run_fake
+from penstock.graph.capturing._fake_results import SYMBOLS, KnownCall, decompose, run_fake
 from penstock.graph.capturing._program_lines import error_here, validation_remedy
 from penstock.graph.capturing._traced_numbers import NumberTracer, ScalarNode
-from penstock.graph.capturing.schemas import Schema, is_random_call, schema_of, writes_nothing
+from penstock.graph.capturing.schemas import (
+    Schema,
+    is_random_call,
+    is_softmax_in_place,
+    schema_of,
+    writes_nothing,
+)
 from penstock.graph.costs.counts import OperatorCounts, count_operator, touched_bytes
 from penstock.graph.encoding import (
     CONSTANT,
@@ -36,11 +42,8 @@ from penstock.graph.step_graph import Kind, Phase, TensorView, views_in
 
 aten = torch.ops.aten
 
+_NEVER_LIFTED = {FakeTensor, bool, int, float, str, type(None)}
 _REFUSED = ("aten.set_.", "aten.resize_.", "aten.set_data.", "aten.resize_as_.")
-_SOFTMAXES = (
-    *("_softmax", "_log_softmax"),
-    *("_softmax_backward_data", "_log_softmax_backward_data"),
-)
 _FACTORIES: dict[str, float | str | None] = {  # the number, or the argument that has it
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")),
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
@@ -131,6 +134,15 @@ class Recorder(TorchDispatchMode):
         """Return whether the tensor's elements are known, and no data can change them."""
         return self._masks_of(tensor) == frozenset()
 
+    def has_kept_constants(self) -> bool:
+        """Return whether a tensor may still be held somewhere that is constant."""
+        storages = self.storages
+        return any(
+            storages.of_value(value).is_held()
+            for value in self._constants.memory
+            if self._constants.sources[value].isdisjoint(self._masks)
+        )
+
     def constant_tensor(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the real tensor that a constant stands for; None for all others, and for those of
         a device that is not here.
@@ -186,7 +198,7 @@ class Recorder(TorchDispatchMode):
         schema = schema_of(func)
         if schema.composite:
             with self:
-                result = _decompose(func, args, kwargs)
+                result = decompose(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         if schema.target.startswith(_REFUSED):
@@ -195,17 +207,20 @@ class Recorder(TorchDispatchMode):
                 "say; make a new tensor instead"
             )
         is_literal = func._opname.startswith("lift")
-        args = tuple(self._lift(value, is_literal) for value in args)
+        args = tuple([self._lift(value, is_literal) for value in args])
         kwargs = {name: self._lift(value, is_literal) for name, value in kwargs.items()}
         if schema.returns_first and self.phase is Phase.OPTIMIZER and args[0].dim():
-            result = args[0]  # an update in place: there is nothing to find out about the result
+            # An update in place: there is nothing to find out about the result.
+            result, known = args[0], None
         else:
-            result = run_fake(func, args, kwargs)
-        self._record(func, schema, args, kwargs, result)
+            result, known = run_fake(func, args, kwargs)
+        self._record(func, schema, args, kwargs, result, known)
         return result
 
     def _lift(self, value: Any, is_literal: bool) -> Any:
         """Turn a real tensor among the arguments into a constant of the graph."""
+        if type(value) in _NEVER_LIFTED:  # as most are
+            return value
         if type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter):
             if isinstance(value, FakeTensor) or hasattr(value, "_wrapped_number"):
                 return value
@@ -237,6 +252,7 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         result: Any,
+        known: KnownCall | None,
     ) -> None:
         outputs = _flat_tensors(result)
         _check_layouts(outputs)
@@ -251,16 +267,19 @@ class Recorder(TorchDispatchMode):
         draft.random = is_random_call(func, args, kwargs)
         draft.side_effect = schema.side_effect
         reads: dict[int, None] = {}
-        draft.args = tuple(self._encode(value, reads) for value in args)
+        draft.args = tuple([self._encode(value, reads) for value in args])
         draft.kwargs = {name: self._encode(value, reads) for name, value in kwargs.items()}
         self.numbers.check_all_taken()
-        draft.counts = count_operator(func, args, kwargs, result, written)
+        counts = None if known is None else known.counts
+        draft.counts = counts or count_operator(func, args, kwargs, result, written)
+        if known is not None:
+            known.counts = draft.counts
         for tensor in written:
             self._mutate(draft, tensor)
         old = {pair[0] for pair in draft.mutates}
         draft.reads = [value for value in reads if value not in old]
         self._add_outputs(draft, outputs)
-        in_place = schema.pointwise or _is_softmax_in_place(func, args)
+        in_place = schema.pointwise or is_softmax_in_place(func, args)
         if in_place and schema.has_out and isinstance(result, torch.Tensor):
             operands = _flat_tensors([*args, *kwargs.values()])
             self._add_overwrites(draft, result, operands)
@@ -447,32 +466,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _is_softmax_in_place(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a softmax or its gradient may be written over an operand.
-
-    The CPU kernels over the last dimension have read a row when they write it, element by element.
-    """
-    if func._opname not in _SOFTMAXES or args[0].device.type != "cpu":
-        return False
-    dim = args[2] if func._opname.endswith("_backward_data") else args[1]
-    return dim % max(args[0].dim(), 1) == max(args[0].dim(), 1) - 1
-
-
-def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return func.decompose(*args, **kwargs)
-    except RuntimeError as error:
-        if "data is not allocated yet" not in str(error):
-            raise
-        raise error_here(
-            f"the course of {func} depends on the data; a captured step has one course of events: "
-            "pass numbers instead of tensors, or do this outside of the step"
-        ) from error
-
-
 def _check_layouts(tensors: Iterable[torch.Tensor | None]) -> None:
     for tensor in tensors:
-        if tensor is not None and (tensor.layout is not torch.strided or tensor.is_complex()):
+        if tensor is not None and (tensor.layout is not torch.strided or tensor.dtype.is_complex):
             raise error_here(
                 f"a tensor of layout {tensor.layout} and {tensor.dtype} cannot be captured; use "
                 "dense tensors of real numbers (for embeddings sparse=False, for complex ones "
@@ -482,6 +478,8 @@ def _check_layouts(tensors: Iterable[torch.Tensor | None]) -> None:
 
 def _flat_tensors(values: Any) -> list[torch.Tensor | None]:
     """Flatten results or arguments; None for everything but tensors."""
+    if type(values) is FakeTensor:
+        return [values]
     return [each if isinstance(each, torch.Tensor) else None for each in flat_results(values)]
 
 

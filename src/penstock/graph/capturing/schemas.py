@@ -35,6 +35,11 @@ COLLECTIVES = (
 
 _TRAINING_ARGUMENT = 5  # of the same three
 
+_SOFTMAXES = (
+    *("_softmax", "_log_softmax"),
+    *("_softmax_backward_data", "_log_softmax_backward_data"),
+)
+
 
 class Schema(NamedTuple):
     """Properties of an operator that a capture needs.
@@ -124,3 +129,14 @@ def is_random_call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         if argument.name == "train" and position < len(args):
             return bool(args[position])
     return True
+
+
+def is_softmax_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a softmax or its gradient may be written over an operand.
+
+    The CPU kernels over the last dimension have read a row when they write it, element by element.
+    """
+    if func._opname not in _SOFTMAXES or args[0].device.type != "cpu":
+        return False
+    dim = args[2] if func._opname.endswith("_backward_data") else args[1]
+    return dim % max(args[0].dim(), 1) == max(args[0].dim(), 1) - 1

@@ -101,23 +101,26 @@ def count_operator(
     read = sum(map(touched_bytes, inputs))
     if name in _LOOKUPS and inputs:
         read += sum(map(touched_bytes, outputs)) - touched_bytes(inputs[0])
+    bytes_made, bytes_written = (sum(map(touched_bytes, some)) for some in (made, written))
     if name in _OVERWRITES:
-        read -= sum(map(touched_bytes, written))
+        read -= bytes_written
     return OperatorCounts(
         _count_flops(func, name, args, kwargs, result, inputs, made + written),
         max(0, read),
-        sum(map(touched_bytes, made)) + sum(map(touched_bytes, written)),
-        workspace_bytes(name, max(0, read), sum(map(touched_bytes, made)), device),
+        bytes_made + bytes_written,
+        workspace_bytes(name, max(0, read), bytes_made, device),
     )
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the elements that a view shows, each once."""
-    num = 1
-    for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    strides, num_bytes = tensor.stride(), tensor.dtype.itemsize
+    if 0 not in strides:
+        return tensor.numel() * num_bytes
+    for extent, stride in zip(tensor.shape, strides, strict=True):
         if stride or not extent:
-            num *= extent
-    return num * tensor.element_size()
+            num_bytes *= extent
+    return num_bytes
 
 
 def _count_flops(
