@@ -1,5 +1,7 @@
 """The peak is the plan: what operators allocate beside the arena, and what the system sees."""
 
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -149,25 +151,25 @@ def test_what_the_system_sees_of_a_step(share, tier, store):
     assert found["peak"] <= share * found["full"]
 
 
-def test_a_hundred_steps_do_not_grow(store):
-    """What leaks grows in every hundred; the heap of a process that ran other tests does not."""
-    model, stepper = trainee(CASES["mixture"], "adamw")
+def test_three_hundred_steps_do_not_grow(store):
+    model, stepper = trainee(CASES["mixture"], "sgd")
     options = {"share": 1 / 3, "tier": "file", "store": store}
-    with bound("mixture", "adamw", model, stepper, **options) as step:
-        for _ in range(20):
+    with bound("mixture", "sgd", model, stepper, **options) as step:
+        for _ in range(50):
             step(CASES["mixture"].batch)
-        assert any(_grown_by(lambda: step(CASES["mixture"].batch)) < 2 * MIB / 3 for _ in range(3))
-
-
-def _grown_by(run, times=100):
-    before = _resident_bytes()
-    for _ in range(times):
-        run()
-    return _resident_bytes() - before
+        before = _resident_bytes()
+        for _ in range(300):
+            step(CASES["mixture"].batch)
+        assert _resident_bytes() - before < 2 * MIB
 
 
 def _resident_bytes() -> int:
-    """Without pages of files, such as libraries, which the kernel drops and reads again."""
+    """Without pages of files, such as libraries, which the kernel drops and reads again.
+
+    What the C library keeps for later is given back: else a leak would lie in it unnoticed.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         _, resident, shared, *_ = map(int, file.read().split())
     return (resident - shared) * 4096
