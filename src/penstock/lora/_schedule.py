@@ -8,7 +8,7 @@ made in every stage when step t + 1 enters the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -221,37 +221,49 @@ def _check_pieces(schedule: Schedule, numbers: dict[str, int]) -> _Ends:
     for number, pieces in enumerate(schedule.micro_batches):
         load, before = 0, (-1, -1, -1)
         for name, step, piece, size in pieces:
-            where = f"micro-batch {number}: job {name!r}, step {step}, piece {piece}"
             steps = batches.get(name, ())
             if not (0 <= step < len(steps) and 0 <= piece < len(steps[step])):
+                where = _name_piece(number, name, step, piece)
                 raise PlanError(f"{where} is no piece of the jobs", rule="piece")
             if size != steps[step][piece]:
+                where = _name_piece(number, name, step, piece)
                 raise PlanError(
                     f"{where} has size {size}, but the job's is {steps[step][piece]}", rule="piece"
                 )
             if (name, step, piece) in seen:
+                where = _name_piece(number, name, step, piece)
                 raise PlanError(f"{where} comes a second time", rule="duplicate")
             seen.add((name, step, piece))
             if (place := (numbers[name], step, piece)) < before:
+                where = _name_piece(number, name, step, piece)
                 raise PlanError(f"{where} is not behind those before it", rule="order")
             before, load = place, load + size
-            first, last = ends.get((name, step), (number, number))
-            ends[name, step] = min(first, number), max(last, number)
+            first, _ = ends.get((name, step), (number, number))  # numbers ascend
+            ends[name, step] = first, number
         if load > schedule.cap:
             jobs = ", ".join(sorted({repr(piece.job) for piece in pieces}))
             raise PlanError(
                 f"micro-batch {number} has {load}, above the cap of {schedule.cap} (jobs {jobs})",
                 rule="cap",
             )
-    for name, steps in batches.items():
-        for step, sizes in enumerate(steps):
-            for piece in range(len(sizes)):
-                if (name, step, piece) not in seen:
-                    raise PlanError(
-                        f"job {name!r}, step {step}, piece {piece} is in no micro-batch",
-                        rule="missing",
-                    )
+    for job in schedule.jobs:
+        _check_missing(job, seen)
     return ends
+
+
+def _check_missing(job: JobBatches, seen: Collection[tuple[str, int, int]]) -> None:
+    """Check that each piece of a job is in a micro-batch."""
+    for step, sizes in enumerate(job.batches):
+        for piece in range(len(sizes)):
+            if (job.name, step, piece) not in seen:
+                raise PlanError(
+                    f"job {job.name!r}, step {step}, piece {piece} is in no micro-batch",
+                    rule="missing",
+                )
+
+
+def _name_piece(number: int, name: str, step: int, piece: int) -> str:
+    return f"micro-batch {number}: job {name!r}, step {step}, piece {piece}"
 
 
 def _check_steps(schedule: Schedule, job: JobBatches, ends: _Ends) -> None:
