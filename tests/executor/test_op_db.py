@@ -1,19 +1,20 @@
 """Every operator that PyTorch lists trains as planned as it does eagerly, bit for bit.
 
 `op_db` is PyTorch's own table of operators with sample inputs. Each sample is a module whose
-parameters are its inputs, as they are and lying transposed in memory; an operator's samples are one
-model, as long as a graph can hold them all. Freed bytes are poisoned. What a graph cannot hold has
-to be refused as such.
+parameters are its inputs, as they are and lying transposed in memory; the samples of some operators
+are one model, as long as a graph can hold them all. Freed bytes are poisoned. What a graph cannot
+hold has to be refused as such.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ NUM_SAMPLES = 2  # of each operator and layout
 NUM_STEPS = 2
 SEED = 0
 NUM_PARTS = 8
+NUM_TOGETHER = 8  # operators of one model: captures, plans and steps have costs of their own
 LEAST_COMPARED = 55  # operators of a part
 
 OTHER_BITS = {
@@ -130,12 +132,22 @@ def _unseeded(monkeypatch):
     )
 
 
-class Samples(nn.Module):
-    """Samples of one operator, one after the other; the loss is the sum of theirs."""
+class Case(NamedTuple):
+    """A sample of an operator, and how its parameters lie in memory."""
 
-    def __init__(self, op: Any, samples: Sequence[tuple[Any, bool]]) -> None:
+    op: Any
+    sample: Any
+    transposed: bool
+
+
+class Samples(nn.Module):
+    """Samples of some operators, one after the other; the loss is the sum of theirs."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
         super().__init__()
-        self.samples = nn.ModuleList(Sample(op, each, transposed=swap) for each, swap in samples)
+        self.samples = nn.ModuleList(
+            Sample(op, sample, transposed=transposed) for op, sample, transposed in cases
+        )
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
         loss = scale.sum() * 0
@@ -144,17 +156,15 @@ class Samples(nn.Module):
         return loss
 
 
-def trainee(op: Any, samples: Sequence[tuple[Any, bool]]) -> tuple[Samples, torch.optim.Optimizer]:
-    model = Samples(op, samples)
+def trainee(cases: Sequence[Case]) -> tuple[Samples, torch.optim.Optimizer]:
+    model = Samples(cases)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def eagerly(
-    op: Any, samples: Sequence[tuple[Any, bool]]
-) -> tuple[list[torch.Tensor], Samples] | None:
+def eagerly(cases: Sequence[Case]) -> tuple[list[torch.Tensor], Samples] | None:
     """Losses and the model; None if this cannot be trained."""
     try:
-        model, optimizer = trainee(op, samples)
+        model, optimizer = trainee(cases)
     except (RuntimeError, ValueError):  # sparse tensors, no parameters
         return None
     torch.manual_seed(1)
@@ -171,39 +181,81 @@ def eagerly(
     return (losses, model) if all(map(torch.isfinite, losses)) else None
 
 
-def unlike_eager(
-    op: Any,
-    samples: Sequence[tuple[Any, bool]],
-    found: Counter[str],
-    expected: tuple[list[torch.Tensor], Samples] | None = None,
-) -> list[str]:
-    """Name the values that differ; count what has been compared or refused. `expected` is what
-    `eagerly` gives, if that is known.
+def unlike_eager(cases: Sequence[Case], found: Counter[str]) -> list[str]:
+    """Name the values that differ; count what has been compared or refused.
+
+    Where a graph cannot hold all cases, or something is wrong, those of each operator are tried,
+    and then each.
     """
-    expected = expected or eagerly(op, samples)
+    expected = eagerly(cases)
     if expected is None:
-        assert len(samples) == 1, "samples that train alone do not train together"
+        assert len(cases) == 1, "samples that train alone do not train together"
         return []
-    losses, eager = expected
-    model, optimizer = trainee(op, samples)
+    wrong = []
     try:
-        graph = capture(model, optimizer, torch.ones(1))
+        if differing := unlike_planned(cases, *expected):
+            wrong = [f"{name_operators(cases)}: {differing}"]
     except CaptureError:
-        if len(samples) > 1:
-            return [name for each in samples for name in unlike_eager(op, [each], found)]
-        found["refused"] += 1
-        return []
+        if len(cases) == 1:
+            found["refused"] += 1
+            return []
+        return [name for each in divide(cases) for name in unlike_eager(each, found)]
+    except Exception as error:
+        if cases[0].op.name in REFUSED_BY_TORCH:  # these are alone
+            return []
+        wrong = [f"{name_operators(cases)}: {error!r}"]
+    if not wrong:
+        found.update({each.op.name for each in cases})
+    elif len(cases) > 1:
+        wrong = [name for each in divide(cases) for name in unlike_eager(each, found)] or wrong
+    return wrong
+
+
+def divide(cases: Sequence[Case]) -> list[list[Case]]:
+    """Return the cases of each operator; each case, if they are of one."""
+    by_operator = itertools.groupby(cases, lambda case: case.op.formatted_name)
+    parts = [list(some) for _, some in by_operator]
+    return parts if len(parts) > 1 else [[each] for each in cases]
+
+
+def name_operators(cases: Sequence[Case]) -> str:
+    return " and ".join(dict.fromkeys(each.op.formatted_name for each in cases))
+
+
+def unlike_planned(cases: Sequence[Case], losses: list[torch.Tensor], eager: Samples) -> list[str]:
+    """Name the values that differ after planned steps."""
+    model, optimizer = trainee(cases)
+    graph = capture(model, optimizer, torch.ones(1))
     with bind(
         plan(graph, machine=MACHINE, time_limit=0.02), model, optimizer, graph=graph, debug=True
     ) as step:
         torch.manual_seed(1)
         planned = [step(torch.ones(1)) for _ in range(NUM_STEPS)]
-    found[op.name] += 1
-    alike = (lambda a, b: torch.allclose(a, b, rtol=1e-5)) if op.name in OTHER_BITS else same_bits
+    has_other_bits = any(each.op.name in OTHER_BITS for each in cases)
+    alike = (lambda a, b: torch.allclose(a, b, rtol=1e-5)) if has_other_bits else same_bits
     pairs = [("loss", *pair) for pair in zip(losses, planned, strict=True)]
     state = model.state_dict()
     pairs += [(name, tensor, state[name]) for name, tensor in eager.state_dict().items()]
     return [name for name, one, other in pairs if not alike(one, other)]
+
+
+def trainable_cases(op: Any) -> list[Case]:
+    """Return samples of an operator, as they are and transposed, as far as they can be trained."""
+    if torch.float32 not in op.dtypes or not op.supports_autograd:
+        return []
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    try:
+        samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=True))
+    except RuntimeError:
+        return []  # for other devices
+    chosen = samples[:: max(1, len(samples) // NUM_SAMPLES)]
+    cases = [Case(op, sample, False) for sample in chosen]
+    if op.name not in WANT_ROWS:
+        cases += [Case(op, sample, True) for sample in chosen if may_be_swapped(sample)]
+    if eagerly(cases) is None:
+        return [each for each in cases if eagerly([each]) is not None]
+    return cases
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
@@ -211,35 +263,23 @@ def unlike_eager(
 def test_operators_train_as_they_do_eagerly(part):
     wrong: list[str] = []
     found: Counter[str] = Counter()
-    for number, op in enumerate(op_db[part::NUM_PARTS]):
-        if torch.float32 not in op.dtypes or not op.supports_autograd:
+    together: list[Case] = []
+    for op in op_db[part::NUM_PARTS]:
+        cases = trainable_cases(op)
+        if op.name in REFUSED_BY_TORCH:
+            wrong += [name for each in cases for name in unlike_eager([each], found)]
             continue
-        # Captures look at all objects that there are, and take a fifth of this test else.
-        if number % 8 == 0:
+        if op.name in OTHER_BITS:  # by itself, or others would have to be equal to 1e-5 only
+            wrong += unlike_eager(cases, found) if cases else []
+            continue
+        together += cases
+        if len({each.op.formatted_name for each in together}) >= NUM_TOGETHER:
+            # Captures look at all objects that there are, and take a fifth of this test else.
             gc.collect()
             gc.freeze()
-        torch.manual_seed(SEED)
-        random.seed(SEED)
-        try:
-            samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=True))
-        except RuntimeError:
-            continue  # for other devices
-        chosen = samples[:: max(1, len(samples) // NUM_SAMPLES)]
-        layouts = [(sample, False) for sample in chosen]
-        if op.name not in WANT_ROWS:
-            layouts += [(sample, True) for sample in chosen if may_be_swapped(sample)]
-        trainable, expected = layouts, eagerly(op, layouts)
-        if expected is None:
-            trainable = [each for each in layouts if eagerly(op, [each]) is not None]
-        together = bool(trainable) and op.name not in REFUSED_BY_TORCH
-        for group in [trainable] if together else [[each] for each in trainable]:
-            try:
-                known = expected if group is layouts else None
-                differing = unlike_eager(op, group, found, known)
-            except Exception as error:
-                if op.name not in REFUSED_BY_TORCH:
-                    wrong.append(f"{op.formatted_name}: {type(error).__name__}: {error}")
-                continue
-            wrong += [f"{op.formatted_name}: {differing}"] if differing else []
+            wrong += unlike_eager(together, found)
+            together = []
+    if together:
+        wrong += unlike_eager(together, found)
     assert not wrong, "\n".join(wrong)
     assert len(found) - ("refused" in found) >= LEAST_COMPARED
