@@ -41,11 +41,12 @@ _found: tuple[str, list[Any]] = "", []  # the test, and the loggers that pass no
 def _find_loggers() -> list[Any]:
     """Return the loggers that pass nothing on to the root logger.
 
-    They are looked for once in a test, when it is called and its fixtures have run.
+    They are looked for once in a test, when it is to be called: its fixtures have run, and the
+    phase that the environment names is still theirs.
     """
     global _found
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
-    if (test.endswith("(call)") and test != _found[0]) or not _found[1]:
+    if (test.endswith("(setup)") and test != _found[0]) or not _found[1]:
         loggers = logging.getLogger().manager.loggerDict.values()
         _found = test, [each for each in loggers if not getattr(each, "propagate", True)]
     return _found[1]

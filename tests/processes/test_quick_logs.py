@@ -7,6 +7,9 @@ from _pytest.logging import LogCaptureHandler, catching_logs
 
 import quick_logs
 
+# One that passes nothing on from before the tests, as those of libraries do.
+logging.getLogger(f"{__name__}.before").propagate = False
+
 
 @pytest.fixture
 def loggers():
