@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from _traps import CASES as TRAPS
 from _zoo import CASES as ZOO
+from penstock.compat.fake_tensors import make_fake
 from penstock.graph import capture
 from penstock.graph.capturing import _fake_results, recorder
 
@@ -96,3 +99,16 @@ def test_what_is_no_matter_of_forms_is_not_kept(made):
             changed = run(aten._unsafe_view.default, (x, [6, 4]), {})
             assert isinstance(changed, FakeTensor)
     assert set(made) == {"add", "t", "relu_"}
+
+
+def test_new_ones_are_as_torchs_own_and_let_their_mode_die():
+    mode, cpu = FakeTensorMode(), torch.device("cpu")
+    first, second = (make_fake(mode, torch.empty(2, device="meta"), cpu) for _ in range(2))
+    own = FakeTensor(mode, torch.empty(2, device="meta"), cpu)
+    assert vars(first) == vars(second) == vars(own)
+    assert second.device == own.device == cpu
+    assert second._has_symbolic_sizes_strides == own._has_symbolic_sizes_strides
+    held = weakref.ref(mode)
+    del mode, first, second, own
+    gc.collect()
+    assert held() is None
