@@ -5,11 +5,10 @@ Work is operations where the function has any, and else the bytes that it asks f
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.compat.packages import import_package
+from penstock.compat.figures import LEGEND_OUTSIDE, encode_figure, new_figure
 from penstock.iomodel._roofline import COMPUTE, Roofline
 from penstock.memory.files import replace_file
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _LINES = ("-", "--", "-.", ":")  # roofs of near levels may lie on each other
-_DOTS_PER_INCH = 120
 _GIGA = 1e9
 
 
@@ -29,16 +27,9 @@ def draw_roofline(function: Roofline, base: Roofline | None, machine: str, path:
     Raises:
         ImportError: matplotlib is missing; the extra `viz` brings it.
     """
-    import_package("matplotlib", "drawing a roofline")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure("a roofline", (8.5, 5))
     _draw(figure.add_subplot(), function, base, machine)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=_DOTS_PER_INCH, format=path.suffix[1:] or None)
-    replace_file(path, picture.getvalue())
+    replace_file(path, encode_figure(figure, path))
 
 
 def _draw(axes: Axes, function: Roofline, base: Roofline | None, machine: str) -> None:
@@ -73,7 +64,7 @@ def _draw(axes: Axes, function: Roofline, base: Roofline | None, machine: str) -
     axes.set_xlabel(f"{unit}, for each byte that the level moves")
     axes.set_ylabel(f"{short} of {unit} ({_describe_time(function)} time)")
     axes.set_title(f"{function.name} on {machine}", fontsize=10)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    axes.legend(**LEGEND_OUTSIDE)
     axes.grid(visible=True, which="major", alpha=0.3)
 
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.report._picture import choose_unit, new_figure, style_axes, write_figure
+from penstock.compat.figures import new_figure
+from penstock.report._picture import choose_unit, style_axes, write_figure
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from penstock.compat.figures import new_figure
 from penstock.graph import Kind, Phase, StepGraph, TensorView
 from penstock.partitioner import Partition
-from penstock.report._picture import choose_unit, new_figure, write_figure
+from penstock.report._picture import choose_unit, write_figure
 from penstock.units import format_bytes
 
 _NUMBER = re.compile(r"\d+")

@@ -6,13 +6,12 @@ seen to lower one curve and to raise the other. Legends are beside the axes and 
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.compat.packages import import_package
+from penstock.compat.figures import LEGEND_OUTSIDE, encode_figure, new_figure
 from penstock.memory import Tier, Timeline
 from penstock.memory.files import replace_file
 from penstock.report._trace import Lane, LaneKind, find_bounds, sort_into_lanes
@@ -21,18 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_DOTS_PER_INCH = 120
 _MIB, _GIB = 1 << 20, 1 << 30
 _LANE_HEIGHT = 0.8  # of the distance of two lanes
-
-LEGEND_OUTSIDE = {
-    "loc": "upper left",
-    "bbox_to_anchor": (1.01, 1.0),
-    "borderaxespad": 0.0,
-    "frameon": False,
-    "alignment": "left",
-}
-"""Arguments of a legend beside its axes, so that it covers no data."""
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart. No tier shares its colour with
 # an activity below it.
@@ -61,24 +50,6 @@ def choose_unit(most_bytes: float) -> tuple[int, str]:
     return (_GIB, "GiB") if most_bytes >= 2 * _GIB else (_MIB, "MiB")
 
 
-def new_figure(
-    subject: str,
-    size_inches: tuple[float, float],
-    *,
-    pads_inches: tuple[float, float] | None = None,
-) -> Figure:
-    """Make an empty figure, or name the extra that brings matplotlib."""
-    import_package("matplotlib", f"drawing {subject}")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    w_pad, h_pad = pads_inches or (None, None)
-    figure = Figure(figsize=size_inches, layout=ConstrainedLayoutEngine(w_pad=w_pad, h_pad=h_pad))
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def style_axes(axes: Axes, *, grid: Literal["both", "x"] = "both") -> None:
     """Give axes a faint grid below the data and no frame above and to the right."""
     axes.grid(axis=grid, alpha=0.3)
@@ -93,9 +64,7 @@ def write_figure(
     figure.suptitle(title, fontsize=font_size)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=_DOTS_PER_INCH, format=path.suffix[1:] or None)
-    replace_file(path, picture.getvalue())
+    replace_file(path, encode_figure(figure, path))
     return path
 
 

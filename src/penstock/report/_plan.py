@@ -16,15 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.compat.figures import LEGEND_OUTSIDE, new_figure
 from penstock.graph import Kind, StepGraph
 from penstock.memory import Span, Tier, Timeline
 from penstock.planner import Copy, Plan, Simulation, simulate
 from penstock.report._picture import (
-    LEGEND_OUTSIDE,
     MOST_MILLISECONDS,
     choose_unit,
     draw_lanes,
-    new_figure,
     style_axes,
     write_figure,
 )
