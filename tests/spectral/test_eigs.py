@@ -171,6 +171,34 @@ def test_what_was_mixed_in_by_looking_for_copies_converges_too():
             assert float(pairs.residuals.max()) < 2e-14
 
 
+def test_a_copy_that_has_not_converged_is_not_mixed_with_one_that_has():
+    """The fifth and the sixth are equal: the sixth comes late, with a large residual."""
+    pairs = eigs(grid_laplacian(57, 57), 5, which="LA", seed=19)
+    assert float(pairs.residuals.max()) < 2e-14
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_start_in_an_invariant_subspace_misses_nothing(k: int):
+    """Products never leave it: only a random start sees the largest and the third."""
+    spectrum = torch.cat([torch.tensor([1.9, 2.0, 0.5, 1.5]), torch.linspace(0, 1, 596)]).double()
+    start = torch.randn(600, dtype=torch.float64)
+    start[1::2] = 0
+    pairs = eigs(torch.diag(spectrum).to_sparse_csr(), k, which="LA", start=start)
+    torch.testing.assert_close(pairs.values, wanted(spectrum, k, "LA"), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "k", "most_restarts", "most_products"),
+    [((2000,), 20, 16, 8000), ((15, 15, 15), 20, 8, 2000)],  # 33 restarts and 3090 products
+)
+def test_the_filter_is_refined_where_that_saves_restarts(
+    shape: tuple[int, ...], k: int, most_restarts: int, most_products: int
+):
+    report = eigs(grid_laplacian(*shape), k, which="SA").report
+    assert report.num_restarts <= most_restarts
+    assert report.num_products <= most_products
+
+
 def test_a_callable_misses_no_multiple_eigenvalue():
     """Single vectors, no filter: copies come only from the random starts after convergence."""
     spectrum = torch.cat([torch.linspace(0, 1, 292), torch.tensor([2.0] * 5 + [3.0] * 3)]).double()

@@ -29,8 +29,10 @@ _NEW = 1e-9  # relative: a value that has grown by less belongs to the same eige
 _UNITS = 32.0  # of rounding, of the largest value: by less two values do not differ
 _MOST_KEPT = 2 / 3  # of the vectors beyond those that are wanted, by a restart
 _LEAST_STEPS = 6  # of a block between restarts, where the basis has room for twice as many
+_SETTLES = 0.7  # times the least excess so far, in _MOST_SETTLING restarts: it converges yet
 _MOST_SETTLING = 8
 _REFINE = 4  # restarts after which the filter is looked at again
+_MANY = 16  # restarts to come: as many are worth a new filter, which begins anew
 _ODDS = 100.0  # a random vector has at least 1 / (100 sqrt(n)) of an eigenvector
 
 
@@ -90,6 +92,7 @@ class ThickRestartLanczos:
         self._w = make_workspace(*shape, operator.dtype, operator.device)
         self._u = make_workspace(*shape, operator.dtype, operator.device)
         self._after_random = 0  # steps since the last random start
+        self._excesses: list[float] = []  # of the restarts with this filter and start
         self.num_sweeps = self.num_swept = 0
         self._expected: Tensor | None = None
         self._estimate: OrthogonalityEstimate | None = None
@@ -100,14 +103,15 @@ class ThickRestartLanczos:
     def solve(
         self,
         start: Tensor | None,
-        is_converged: Callable[[RitzPairs], bool],
+        find_excess: Callable[[RitzPairs], float],
         refine: Callable[[RitzPairs], ChebyshevFilter | None],
     ) -> RitzPairs:
         """Iterate until the wanted pairs have converged and none is missed.
 
         Args:
             start: Vectors to begin with, (b, n); None: random ones.
-            is_converged: Returns whether Ritz pairs are good enough.
+            find_excess: Returns the largest residual of Ritz pairs over what it may be: with 1
+                or less they have converged.
             refine: Returns a better filter, by what Ritz pairs tell of the spectrum, or None.
 
         Returns:
@@ -119,30 +123,43 @@ class ThickRestartLanczos:
         """
         self._begin(start)
         verified: RitzPairs | None = None  # what is compared with a random start
-        num_settling = 0  # restarts in which what the random start mixed in converges too
         while True:
             self._extend()
             pairs = self.best()
-            has_converged = is_converged(pairs)
+            self._excesses.append(find_excess(pairs))
+            has_converged = self._excesses[-1] <= 1
             if not has_converged:
                 if verified is not None and self._is_larger(pairs, verified):
                     verified = None
-                if verified is None and self.num_restarts % _REFINE == _REFINE - 1:
+                if verified is None and self._is_slow():
                     better = refine(pairs)
                     if better is not None:
                         self._change_filter(pairs, better)
                         continue
             elif verified is None or self._is_larger(pairs, verified):
-                verified, num_settling = pairs, 0
+                verified = pairs
                 self._restart(pairs, self.k, at_random=True)
                 continue
-            if verified is not None and self._after_random >= self._steps_to_show(verified):
-                num_settling += 1
-                if has_converged or num_settling > _MOST_SETTLING:
-                    return pairs
+            # What the random start mixed in converges too, as far as rounding lets it.
+            is_over = has_converged or self._is_stalled()
+            if verified and is_over and self._after_random >= self._steps_to_show(verified):
+                return pairs
             if self._known >= self.operator.global_length:
                 return pairs
             self._restart(pairs, self._num_kept(pairs))
+
+    def _is_slow(self) -> bool:
+        """Return, now and then, whether many restarts are to come at the rate of the last ones."""
+        if len(self._excesses) % _REFINE:
+            return False
+        before, excess = self._excesses[-_REFINE], self._excesses[-1]
+        rate = math.log(before / excess) / (_REFINE - 1)
+        return math.log(excess) > _MANY * rate
+
+    def _is_stalled(self) -> bool:
+        """Return whether the last restarts since the random start have not lowered the excess."""
+        last, before = self._excesses[-_MOST_SETTLING:], self._excesses[:-_MOST_SETTLING]
+        return bool(before) and min(last) > _SETTLES * min(before)
 
     def _is_larger(self, pairs: RitzPairs, verified: RitzPairs) -> bool:
         """Return whether a value has grown by more than it could by converging further."""
@@ -293,6 +310,7 @@ class ThickRestartLanczos:
         self.basis.count = self._known = 0
         self._h.zero_()
         self.filter = better
+        self._excesses.clear()
         self._normalize(self._w)
         self.basis.append(self._w)
         if self._estimate is not None:
@@ -301,6 +319,7 @@ class ThickRestartLanczos:
     def _append_random(self) -> None:
         self._steps_before_random += self._after_random
         self._after_random = 0
+        self._excesses.clear()
         self._coupling = torch.zeros_like(self._coupling)
         self._w.copy_(make_random((len(self._w), self._w.shape[1]), self.operator, self._generator))
         self.basis.orthogonalize(self._w)

@@ -97,7 +97,7 @@ class StandardSolution:
         """Return what has converged, or raise the error that has the best iterate."""
         try:
             start = self._fit_start(self.problem.start)
-            return lanczos.solve(start, self._is_converged, self._refine)
+            return lanczos.solve(start, self._find_excess, self._refine)
         except StopIteration:
             raise self._give_up(f"after {self.problem.max_restarts} restarts") from None
         except RankError as error:
@@ -250,10 +250,11 @@ class StandardSolution:
         rounding = _ROUNDING * unit * self._scale
         return (self.problem.tol * eigenvalues.abs()).clamp(min=factor * rounding)
 
-    def _is_converged(self, pairs: RitzPairs) -> bool:
+    def _find_excess(self, pairs: RitzPairs) -> float:
+        """Return the largest residual over what it may be."""
         k, chebyshev = self.problem.k, self._filter
         if len(pairs.values) < k:
-            return False
+            return math.inf
         values = pairs.values[:k].tolist()
         if self._iterated is self.problem.operator:
             # Rounding goes by the norm, which those that are wanted may be far below.
@@ -267,7 +268,7 @@ class StandardSolution:
             least = 0.25 * float(found.max())
             slopes = chebyshev.slopes(values) * 2 * found.clamp(min=max(least, 1e-300))
         wanted = self._tolerances(found) * slopes
-        return bool((pairs.residuals[:k] <= wanted).all())
+        return float((pairs.residuals[:k] / wanted).max())
 
     # ------------------------------------------------------------------ the end
 
@@ -350,7 +351,10 @@ class StandardSolution:
             for each, place in zip(values, at, strict=True)
         ]
         slopes = chebyshev.slopes(values)
-        is_good = (pairs.residuals[k - 1 :][: len(at)] <= _NEAR * self._scale * slopes).tolist()
+        # One that has not converged would share its residual with the wanted ones of its value.
+        found = torch.tensor(at, dtype=slopes.dtype, device="cpu")
+        enough = self._tolerances(found, _POLISHED) * slopes
+        is_good = (pairs.residuals[k - 1 :][: len(at)] <= enough).tolist()
         count = 1
         while count < len(at) and is_near[count] and is_good[count]:
             count += 1
