@@ -6,23 +6,16 @@ defined once in the library. Names that are half sentences stay away. Files and 
 
 from __future__ import annotations
 
-import ast
-import functools
-import io
 import re
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGE = REPOSITORY / "src" / "penstock"
+from package_sources import Source, read_package
 
-ROOMS: tuple[str, ...] | None = None
-"""Paths below the package that are checked; None: all of it."""
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/guide/*.md", "docs/batching.md")
 """Patterns of the pages that are checked."""
@@ -48,16 +41,6 @@ FORBIDDEN_PARTS = {
     "nobody", "roster", "seam", "seams", "somebody", "taste", "tastes", "toll", "tolls", "whoever",
 }
 """Words of any name, of variables too."""
-
-FACTORIES_OF_FLOATS = {
-    "empty", "empty_strided", "eye", "linspace", "logspace", "normal", "ones", "rand", "randn",
-    "zeros",
-}
-FACTORIES = FACTORIES_OF_FLOATS | {
-    "arange", "as_tensor", "full", "randint", "randperm", "sparse_coo_tensor", "sparse_csr_tensor",
-    "tensor", "tril_indices", "triu_indices",
-}
-"""Functions of torch that make a tensor on the default device, or of the default dtype."""
 # fmt: on
 
 SHARED_CLASS_NAMES: dict[str, str] = {}
@@ -68,89 +51,13 @@ MOST_CPP_LINES = 700
 MOST_FUNCTION_LINES = 40
 MOST_LONG_FUNCTIONS = 0.02  # share of all functions
 
-_CPP_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
-
-
-@dataclass
-class Source:
-    """A file of the library, read once."""
-
-    path: Path
-    text: str
-    tree: ast.Module | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        if self.path.suffix == ".py":
-            self.tree = ast.parse(self.text)
-
-    @functools.cached_property
-    def nodes(self) -> list[ast.AST]:
-        return [] if self.tree is None else list(ast.walk(self.tree))
-
-    @property
-    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        return (n for n in self.nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-
-    @property
-    def num_lines(self) -> int:
-        return self.text.count("\n")
-
-    def at(self, line: int, what: str) -> str:
-        return f"{self.path}:{line}: {what}"
-
-
-def read_sources() -> list[Source]:
-    roots = [PACKAGE] if ROOMS is None else [PACKAGE / room for room in ROOMS]
-    paths = {
-        path
-        for root in roots
-        for path in ([root] if root.is_file() else root.rglob("*"))
-        if path.suffix in (".py", ".cpp", ".hpp", ".cu", ".h")
-    }
-    return [Source(path.relative_to(PACKAGE.parent), path.read_text()) for path in sorted(paths)]
-
-
-def docstrings(source: Source) -> Iterator[tuple[int, str]]:
-    """Docstrings of modules, classes, functions and, after an assignment, of attributes."""
-    for node in source.nodes:
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for before, statement in zip([None, *node.body[:-1]], node.body, strict=True):
-            if before is not None and not isinstance(before, ast.Assign | ast.AnnAssign):
-                continue
-            value = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield statement.lineno, value.value
-
-
-def comments(source: Source) -> Iterator[tuple[int, str]]:
-    if source.tree is not None:
-        for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0], token.string
-        return
-    for match in _CPP_COMMENT.finditer(source.text):
-        if not match[0].startswith('"'):
-            yield source.text.count("\n", 0, match.start()) + 1, match[0]
-
 
 def names(source: Source) -> Iterator[tuple[int, str]]:
     """Names of functions, classes, the file and its folders."""
     for part in source.path.with_suffix("").parts[1:]:
         yield 1, part
-    for node in source.nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.lineno, node.name
-
-
-def variables(source: Source) -> Iterator[tuple[int, str]]:
-    for node in source.nodes:
-        if isinstance(node, ast.arg):
-            yield node.lineno, node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.attr
+    yield from source.classes
+    yield from ((line, name) for line, name, _ in source.functions)
 
 
 # The rules. Each returns what is wrong, as "file:line: text".
@@ -160,7 +67,7 @@ def riddles(sources: Iterable[Source]) -> list[str]:
     return [
         source.at(line, text.strip().split("\n")[0])
         for source in sources
-        for line, text in docstrings(source)
+        for line, text in source.docstrings
         if RIDDLES.match(text.strip())
     ]
 
@@ -170,7 +77,7 @@ def persons(sources: Iterable[Source]) -> list[str]:
         source.at(line, f"{found[0]!r} in {' '.join(text.split())[:80]!r}")
         for source in sources
         if PERSONS.search(source.text)  # few have one, and finding comments takes long
-        for line, text in [*docstrings(source), *comments(source)]
+        for line, text in [*source.docstrings, *source.comments()]
         for found in PERSONS.finditer(text)
     ]
 
@@ -178,9 +85,8 @@ def persons(sources: Iterable[Source]) -> list[str]:
 def repeated_classes(sources: Iterable[Source]) -> list[str]:
     homes: dict[str, list[str]] = defaultdict(list)
     for source in sources:
-        for node in source.nodes:
-            if isinstance(node, ast.ClassDef):
-                homes[node.name.lstrip("_")].append(source.at(node.lineno, node.name))
+        for line, name in source.classes:
+            homes[name.lstrip("_")].append(source.at(line, name))
     return [
         f"{name}: {', '.join(places)}"
         for name, places in sorted(homes.items())
@@ -198,7 +104,7 @@ def forbidden_names(sources: Iterable[Source]) -> list[str]:
         found += [source.at(*each) for each in defined if words_of(each[1]) in FORBIDDEN_NAMES]
         found += [
             source.at(*each)
-            for each in [*defined, *variables(source)]
+            for each in [*defined, *source.variables]
             if not FORBIDDEN_PARTS.isdisjoint(words_of(each[1]).split("_"))
         ]
     return found
@@ -214,10 +120,9 @@ def long_files(sources: Iterable[Source]) -> list[str]:
 def long_functions(sources: Iterable[Source]) -> list[str]:
     """The longest functions if there are too many over the limit."""
     found = [
-        (f.end_lineno - f.lineno + 1, source.at(f.lineno, f.name))
+        (num_lines, source.at(line, name))
         for source in sources
-        for f in source.functions
-        if f.end_lineno is not None
+        for line, name, num_lines in source.functions
     ]
     over = sorted((each for each in found if each[0] > MOST_FUNCTION_LINES), reverse=True)
     is_allowed = len(over) <= MOST_LONG_FUNCTIONS * len(found)
@@ -229,41 +134,7 @@ def implicit_defaults(sources: Iterable[Source]) -> list[str]:
 
     Parameters and buffers of layers have it on purpose, as those of torch.
     """
-    return [
-        source.at(call.lineno, ast.unparse(call)[:80])
-        for source in sources
-        if "torch" in source.text
-        for call in implicit_calls(source)
-    ]
-
-
-def implicit_calls(source: Source) -> Iterator[ast.Call]:
-    calls = [node for node in source.nodes if isinstance(node, ast.Call)]
-    held = {
-        id(argument)
-        for call in calls
-        if _is_of(call, "nn", {"Parameter"}) or _is_of(call, "self", {"register_buffer"})
-        for argument in call.args
-    }
-    for call in calls:
-        given = {keyword.arg for keyword in call.keywords}
-        is_whole = None in given or "out" in given  # keywords of a dictionary
-        if is_whole or id(call) in held or not _is_of(call, "torch", FACTORIES):
-            continue
-        assert isinstance(call.func, ast.Attribute)
-        needs_dtype = call.func.attr in FACTORIES_OF_FLOATS and "dtype" not in given
-        if "device" not in given or needs_dtype:
-            yield call
-
-
-def _is_of(call: ast.Call, module: str, functions: Iterable[str]) -> bool:
-    function = call.func
-    return (
-        isinstance(function, ast.Attribute)
-        and isinstance(function.value, ast.Name)
-        and function.value.id == module
-        and function.attr in functions
-    )
+    return [source.at(line, call) for source in sources for line, call in source.implicit_tensors]
 
 
 RULES = [
@@ -277,14 +148,9 @@ RULES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def sources() -> list[Source]:
-    return read_sources()
-
-
 @pytest.mark.parametrize("rule", RULES)
-def test_the_sources_keep_the_rule(sources: list[Source], rule):
-    assert rule(sources) == []
+def test_the_sources_keep_the_rule(rule):
+    assert rule(read_package()) == []
 
 
 def test_pages_have_no_persons():

@@ -11,12 +11,12 @@ Imports inside functions and under TYPE_CHECKING count as well: they are depende
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "penstock"
+from package_sources import PACKAGE, Source, read_package
 
 LAYERS = [
     {"compat", "solvers", "units", "errors", "tables", "_lazy", "_version"},
@@ -60,49 +60,20 @@ def is_allowed(source: str, target: str) -> bool:
     return LEVEL[target] <= LEVEL[source]
 
 
-def module_name(path: Path) -> str:
-    """The dotted name of a file below the package: "penstock.memory._ledger"."""
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported_modules(tree: ast.AST, *, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of each penstock module that `tree` imports, however it is written."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                # `from . import x` starts at the package itself, from a module at its parent.
-                parents = module.split(".")[: None if is_package else -1]
-                parents = parents[: len(parents) - (node.level - 1)]
-                base = ".".join([*parents, *([base] if base else [])])
-            names = [f"{base}.{alias.name}" for alias in node.names]
-        elif (
-            isinstance(node, ast.Call)
-            and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith("import_module")
-            and node.args
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            names = [str(node.args[0].value)]
-        else:
-            continue
-        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "penstock")
-
-
 def room_of(module: str) -> str | None:
     """The room a dotted name lies in; None for the package itself."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else None
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+@functools.cache
+def modules() -> set[str]:
+    return {source.module for source in read_package() if source.path.suffix == ".py"}
 
 
 def module_of(name: str) -> str:
     """The module that a dotted name lies in, or is: "penstock.units" for "penstock.units.x"."""
-    while name not in MODULES:
+    while name not in modules():
         name = name.rpartition(".")[0]
     return name
 
@@ -110,16 +81,12 @@ def module_of(name: str) -> str:
 @functools.cache
 def imports() -> list[tuple[str, str, str]]:
     """Each import as (module, imported module, "file:line: imported name")."""
-    found = []
-    for module, path in MODULES.items():
-        if module == "penstock":  # only names what the rooms offer
-            continue
-        tree = ast.parse(path.read_text(), filename=str(path))
-        is_package = path.name == "__init__.py"
-        for line, name in imported_modules(tree, module=module, is_package=is_package):
-            where = f"{path.relative_to(PACKAGE.parent)}:{line}: {name}"
-            found.append((module, module_of(name), where))
-    return found
+    return [
+        (source.module, module_of(name), source.at(line, name))
+        for source in read_package()
+        if source.module != "penstock"  # only names what the rooms offer
+        for line, name in source.imports
+    ]
 
 
 def edges() -> list[tuple[str, str, str]]:
@@ -256,7 +223,7 @@ def test_the_rule_itself(source: str, target: str, allowed: bool):
     ],
 )
 def test_every_way_to_import_is_seen(statement: str, expected: str):
-    seen = imported_modules(ast.parse(statement), module="penstock.memory._x", is_package=False)
+    seen = Source(Path("penstock/memory/_x.py"), statement).imports
     assert [name for _, name in seen] == [expected]
 
 

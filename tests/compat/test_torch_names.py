@@ -1,7 +1,5 @@
 """torch's private names are in `penstock.compat` only, and do what is said of them there."""
 
-import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -11,31 +9,19 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from package_sources import Source, read_package
 from penstock.compat import autograd, dispatch, dynamo, fake_tensors, optimizers
 
-PACKAGE = Path(__file__).resolve().parents[2] / "src" / "penstock"
-_PRIVATE = re.compile(r"torch(\.\w+)*\._[A-Za-z]")
 
-
-def private_names(source: str) -> list[str]:
-    """Private names of torch that a module imports or looks up, in its order."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            found.append(ast.unparse(node))
-    return [name for name in found if _PRIVATE.match(name)]
+def private_names(statement: str) -> list[str]:
+    return Source(Path("penstock/graph/_x.py"), statement).private_names
 
 
 def test_private_names_of_torch_are_in_one_place():
     wrong = {
-        str(path.relative_to(PACKAGE)): names
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] != "compat"
-        and (names := private_names(path.read_text()))
+        str(source.path): source.private_names
+        for source in read_package()
+        if source.path.parts[1] != "compat" and source.private_names
     }
     assert wrong == {}
 
