@@ -151,16 +151,8 @@ def test_a_dry_run_starts_a_topic_and_says_what_it_would_measure(tmp_path):
 
 
 def test_marked_tests_are_collected_without_importing_the_rest():
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "--collect-only",
-        "-q",
-        "tests/batching",
-    ]
+    python, options = find_python("torch"), ["-m", "gpu", "--collect-only", "-q"]
+    command = [python, "-m", "pytest", *options, "tests/batching"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     names = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
     assert names == {"tests/batching/test_cuda.py"}, done.stdout
@@ -170,7 +162,8 @@ def test_marked_tests_are_collected_without_importing_the_rest():
 
 
 @pytest.mark.parametrize("name", list(smoke.CHECKS))
-def test_the_smoke_runs_on_the_cpu(name, tmp_path):
+def test_the_smoke_runs_on_the_cpu(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", find_python("torch"))
     row = smoke.run_check(name, smoke.Place("cpu", str(tmp_path)), _where())
     assert row.limit_fraction is not None and row.limit_fraction <= 1
 
