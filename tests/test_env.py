@@ -1,5 +1,6 @@
 """`penstock env` answers whatever is broken, and says what."""
 
+import importlib
 import json
 import os
 import re
@@ -11,16 +12,19 @@ from typing import Any
 
 import pytest
 
+from fork_servers import find_python
 from penstock import env, memory
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 
-def ask(*arguments: str, modules: Path | None = None, **variables: str) -> dict[str, Any]:
+def ask(
+    *, python: str = sys.executable, modules: Path | None = None, **variables: str
+) -> dict[str, Any]:
     """The checks by name, from a process in which `modules` shadow the installed ones."""
     paths = [str(modules)] if modules else []
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.env", "--json", *arguments],
+        [python, "-m", "penstock.env", "--json"],
         env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join([*paths, str(SOURCE)])},
         capture_output=True,
         text=True,
@@ -50,7 +54,7 @@ def fake_torch(directory: Path, source: str) -> Path:
 
 
 def test_everything_in_order(store: Path, monkeypatch: pytest.MonkeyPatch):
-    checks = ask(PENSTOCK_STORE=str(store))
+    checks = ask(python=find_python("torch"), PENSTOCK_STORE=str(store))
     names = ["penstock", "python", "torch", "numpy", "rich", "typer", "store"]
     version = str(env._version("torch"))
     if tuple(map(int, version.split(".")[:2])) > env._NEWEST_TESTED_TORCH:  # make test TORCH=newest
@@ -80,6 +84,21 @@ def test_a_torch_that_does_not_import(source: str, expected: str, tmp_path: Path
     assert expected in checks["torch"]["value"]
     assert "pip install" in checks["torch"]["remedy"]
     assert "compiler" in checks  # and it went on
+
+
+def test_packages_may_be_distributed_under_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    assert env._version("kvikio_of_a_test") is None
+    about = tmp_path / "kvikio_of_a_test_cu13-26.2.dist-info"
+    about.mkdir()
+    name = "Name: kvikio-of-a-test-cu13"
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\n{name}\nVersion: 26.2\n")
+    (about / "top_level.txt").write_text("kvikio_of_a_test\n")
+    (tmp_path / "kvikio_of_a_test.py").touch()
+    importlib.invalidate_caches()
+    assert env._version("kvikio_of_a_test") == "26.2"
 
 
 def torch_of(version: str, cuda: str | None = None) -> str:

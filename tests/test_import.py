@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from fork_servers import find_python
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 
@@ -37,10 +38,10 @@ print(json.dumps({"modules": sorted(set(sys.modules) - before), "outside": seen}
 """
 
 
-def observe(statement: str) -> dict[str, list[str]]:
-    """Run `statement` in a new interpreter; what it loaded and what it did to the outside."""
+def observe(statement: str, python: str = sys.executable) -> dict[str, list[str]]:
+    """Run `statement` in a new process; what it loaded and what it did to the outside."""
     done = subprocess.run(
-        [sys.executable, "-c", OBSERVER.replace("STATEMENT", statement)],
+        [python, "-c", OBSERVER.replace("STATEMENT", statement)],
         env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
@@ -83,7 +84,9 @@ def test_light_packages_do_not_import_torch(package: str):
 
 
 def test_offload_does_not_import_the_command_line_or_pictures():
-    loaded = third_party(observe("import penstock; penstock.offload")["modules"])
+    loaded = third_party(
+        observe("import penstock; penstock.offload", find_python("torch"))["modules"]
+    )
     assert not loaded & {"typer", "matplotlib", "transformers", "accelerate", "IPython"}
 
 

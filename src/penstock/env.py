@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import errno
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -331,7 +332,10 @@ def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        # kvikio and triton are distributed under names that carry the CUDA version.
+        # kvikio and triton are distributed under names that carry the CUDA version. All files of
+        # all distributions are listed for that, so the module is looked for first.
+        if importlib.util.find_spec(distribution.replace("-", "_")) is None:
+            return None
         for name in importlib.metadata.packages_distributions().get(distribution, ()):
             return importlib.metadata.version(name)
         return None
