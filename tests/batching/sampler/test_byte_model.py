@@ -61,7 +61,7 @@ def gin_step():
 
 
 def transformer_step(width=32, hidden=64):
-    lengths = np.random.default_rng(1).integers(4, 120, NUM_SAMPLES)
+    lengths = np.random.default_rng(1).integers(4, 80, NUM_SAMPLES)
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(width, 4, hidden, dropout=0.1, batch_first=True)
     words = nn.Embedding(50, width)
