@@ -1,5 +1,6 @@
 """Rows name code that is in the history, and the tables of the documentation say what rows say."""
 
+import functools
 import re
 import subprocess
 
@@ -21,6 +22,7 @@ GRAPHS = {
 }
 
 
+@functools.cache
 def history() -> set[str]:
     git = ["git", "-C", str(REPOSITORY)]
     try:

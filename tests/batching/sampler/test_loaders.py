@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -14,10 +16,12 @@ from penstock.batching import BalancedBatchSampler
 NUM_SAMPLES, CAP, NUM_RANKS = 90, 160, 2
 
 
+@functools.cache
 def sizes():
     return np.random.default_rng(0).lognormal(3, 0.8, NUM_SAMPLES).astype(int).clip(1, CAP)
 
 
+@functools.cache
 def samples():
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(NUM_SAMPLES, 3, generator=random, dtype=torch.float64)
