@@ -120,6 +120,31 @@ class Timeline:
         return {**asdict(replace(self, samples={})), "samples": samples}
 
 
+class _StepEvents:
+    """Events of a step as they come; most steps' timelines are never asked for."""
+
+    __slots__ = ("end_ns", "num_dropped", "num_events", "samples", "spans", "start_ns")
+
+    def __init__(self, start_ns: int, samples: dict[str, list[tuple[int, int]]]) -> None:
+        self.start_ns = self.end_ns = start_ns
+        self.samples = samples
+        self.spans: list[tuple[str, str, int, int, int]] = []
+        self.num_events = self.num_dropped = 0
+
+    def timeline(self, end_ns: int) -> Timeline:
+        """Return what was recorded until now as a timeline that ends at `end_ns`."""
+        return Timeline(
+            start_ns=self.start_ns,
+            end_ns=end_ns,
+            samples={tier: list(self.samples[tier]) for tier in Tier},
+            spans=[
+                Span(str(lane), name, start_ns, end_ns, num_bytes)
+                for lane, name, start_ns, end_ns, num_bytes in self.spans
+            ],
+            num_dropped=self.num_dropped,
+        )
+
+
 class Ledger:
     """Account of bytes and waiting time; thread-safe, of bounded length, 2 microseconds a call.
 
@@ -147,7 +172,7 @@ class Ledger:
             link: deque(maxlen=_BANDWIDTH_WINDOW) for link in _LINKS
         }
         self._stall_ns = 0
-        self._last: Timeline | None = None
+        self._last: _StepEvents | None = None
         self._start_recording(time.perf_counter_ns())
 
     def add(self, tier: Tier, num_bytes: int) -> None:
@@ -257,9 +282,11 @@ class Ledger:
             raise ValueError(f'which must be "last" or "current"; got {which!r}')
         now = time.perf_counter_ns()
         if which == "current":
-            return self._mailbox.read(lambda: self._recorded(now))
+            return self._mailbox.read(lambda: self._recording.timeline(now))
         last = self._mailbox.read(lambda: self._last)
-        return last or Timeline(now, now, {tier: [] for tier in Tier}, [])
+        if last is None:
+            return Timeline(now, now, {tier: [] for tier in Tier}, [])
+        return last.timeline(last.end_ns)
 
     def _put(
         self, kind: int, key: str, name: str, start_ns: int, end_ns: int, num_bytes: int = 0
@@ -272,8 +299,9 @@ class Ledger:
         self._mailbox.put((kind, key, name, start_ns, end_ns, num_bytes))
 
     def _begin_step(self, now: int) -> None:
-        if self._num_events:
-            self._last = self._recorded(now)
+        if self._recording.num_events:
+            self._recording.end_ns = now
+            self._last = self._recording  # nothing is written to it any more
         self._start_recording(now)
 
     def _apply(self, event: _Event) -> None:
@@ -288,28 +316,15 @@ class Ledger:
             self._recent[key].append((start_ns, end_ns, num_bytes))
         elif kind == _STALL:
             self._stall_ns += end_ns - start_ns
-        self._num_events += 1
-        if self._num_events > self._max_events_per_step:
-            return
-        if kind == _ADD:
-            self._samples[key].append((start_ns, self._resident_bytes[key]))
+        recording = self._recording
+        recording.num_events += 1
+        if recording.num_events > self._max_events_per_step:
+            recording.num_dropped += 1
+        elif kind == _ADD:
+            recording.samples[key].append((start_ns, self._resident_bytes[key]))
         else:
-            self._spans.append((key, name, start_ns, end_ns, num_bytes))
+            recording.spans.append((key, name, start_ns, end_ns, num_bytes))
 
     def _start_recording(self, now: int) -> None:
-        self._start_ns = now
-        self._num_events = 0
-        self._samples = {tier: [(now, held)] for tier, held in self._resident_bytes.items()}
-        self._spans: list[tuple[str, str, int, int, int]] = []
-
-    def _recorded(self, now: int) -> Timeline:
-        return Timeline(
-            start_ns=self._start_ns,
-            end_ns=now,
-            samples={tier: list(self._samples[tier]) for tier in Tier},
-            spans=[
-                Span(str(lane), name, start_ns, end_ns, num_bytes)
-                for lane, name, start_ns, end_ns, num_bytes in self._spans
-            ],
-            num_dropped=max(0, self._num_events - self._max_events_per_step),
-        )
+        held = self._resident_bytes
+        self._recording = _StepEvents(now, {tier: [(now, held[tier])] for tier in _TIERS})
