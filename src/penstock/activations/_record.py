@@ -102,6 +102,13 @@ class Record:
             for probe, version in self.versions
         )
 
+    def probe_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a probe of a tensor's version counter; several of its tensors share one."""
+        for probe, _ in self.versions:
+            if probe.dtype == tensor.dtype and shares_version_counter(probe, tensor):
+                return probe
+        return version_probe(tensor)
+
     def take(self, tensor: torch.Tensor) -> bool:
         """Take a part of the storage with a counter of its own, if no transfer has read the bytes.
 
@@ -296,7 +303,7 @@ class SavedHandle:
         self, record: Record, tensor: torch.Tensor, on_death: Callable[[HandleWatch], object]
     ) -> None:
         self.record = record
-        self.probe = version_probe(tensor)
+        self.probe = record.probe_of(tensor)
         self.version = tensor._version
         self.view = view_of(tensor)
         self.watch = HandleWatch.add(self, record, on_death)
