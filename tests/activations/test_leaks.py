@@ -146,7 +146,7 @@ def repeat_without_growth(run: Callable[[], None], times: int = NUM_STEPS) -> in
 
 def small_model() -> nn.Module:
     torch.manual_seed(0)
-    layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(2)]
     return nn.Sequential(*(module for layer in layers for module in layer))
 
 
@@ -231,7 +231,7 @@ def test_50_blocks(store):
 @pytest.mark.parametrize("work", ["step", "abandoned", "cycle"])
 def test_50_steps_of_small_saves(work, budget, language, store):
     """Chunks that stay and chunks that are packed go with the last of their handles."""
-    model = nn.Sequential(nn.Linear(WIDTH, 8), *(nn.GELU() for _ in range(12)))
+    model = nn.Sequential(nn.Linear(WIDTH, 8), *(nn.GELU() for _ in range(6)))
     offload = penstock.offload(store, device_memory=budget)
     assert offload.report().hooks == language
     with offload:
