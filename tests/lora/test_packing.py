@@ -216,6 +216,27 @@ def test_the_search_of_orders_saves_micro_batches(monkeypatch):
     assert pack(jobs, 10, pipeline_depth=2).num_micro_batches > searched.num_micro_batches
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_orders_are_judged_by_what_their_placement_gives(depth: int):
+    """Also where pieces have the same key, and keys of later steps come before earlier ones."""
+    chance = np.random.default_rng(depth)
+    for seed in range(30):
+        jobs = name_jobs(draw_jobs(seed, num_pieces=25, most_per_step=6))
+        keys = [[chance.integers(0, 9, len(each)).tolist() for each in job.batches] for job in jobs]
+        runs = [_order_search._order_job(i, job, keys[i]) for i, job in enumerate(jobs)]
+        positions = _order_search._place(jobs, 10, depth, keys)
+        pieces = [
+            (position, size)
+            for job, of_job in zip(jobs, positions, strict=True)
+            for sizes, of_step in zip(job.batches, of_job, strict=True)
+            for size, position in zip(sizes, of_step, strict=True)
+        ]
+        last = max(position for position, _ in pieces)
+        load = sum(size for position, size in pieces if position == last)
+        found = _order_search._score(sorted(chain.from_iterable(runs)), len(jobs), 10, depth)
+        assert found == (last + 1, load)
+
+
 def test_jobs_of_different_lengths_end_by_themselves():
     schedule = pack(name_jobs([[[5]] * 6, [[5]], [[5]] * 3]), 10)
     schedule.validate()

@@ -15,8 +15,10 @@ result is the same on every machine.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from penstock.batching.packing import FirstFit
 from penstock.lora._schedule import JobBatches
@@ -56,8 +58,10 @@ def search_orders(
         for step, sizes in enumerate(job.batches)
         for piece in range(len(sizes))
     ]
-    best = _place(jobs, cap, depth, keys)
-    score = _score(jobs, best)
+    runs = [_order_job(number, job, keys[number]) for number, job in enumerate(jobs)]
+    order = sorted(chain.from_iterable(runs))
+    score = _score(order, len(jobs), cap, depth)
+    scores = {_name_order(order): score}
     for _ in range(_PLACEMENTS // len(places)):
         if score[0] <= bound:
             break
@@ -65,13 +69,68 @@ def search_orders(
         before = [keys[j][t][i] for j, t, i in changed]
         for j, t, i in changed:
             keys[j][t][i] += chance.gauss(0.0, _SPREAD)
-        tried = _place(jobs, cap, depth, keys)
-        if (new := _score(jobs, tried)) <= score:
-            best, score = tried, new
+        tried = list(runs)
+        for j in {j for j, _, _ in changed}:
+            tried[j] = _order_job(j, jobs[j], keys[j])
+        order = sorted(chain.from_iterable(tried))
+        name = _name_order(order)
+        if (new := scores.get(name)) is None:
+            new = scores[name] = _score(order, len(jobs), cap, depth)
+        if new <= score:
+            runs, score = tried, new
             continue
         for (j, t, i), key in zip(changed, before, strict=True):
             keys[j][t][i] = key
-    return best
+    return _place(jobs, cap, depth, keys)
+
+
+# Of a job, the key by which it is placed among other jobs' pieces, the number of the job, the
+# number in the job's own order, the size, and whether it is the last one of its step.
+_Placed = tuple[float, int, int, int, bool]
+
+
+def _order_job(number: int, job: JobBatches, keys: list[list[float]]) -> list[_Placed]:
+    """Return a job's pieces in the order of their keys, step by step.
+
+    A piece behind one with a larger key is next as soon as that one was placed: among the pieces of
+    other jobs its place is that of the largest key so far.
+    """
+    run: list[_Placed] = []
+    largest = -math.inf
+    for sizes, of_step in zip(job.batches, keys, strict=True):
+        left = len(sizes)
+        for key, _, size in sorted(zip(of_step, range(left), sizes, strict=True)):
+            largest = max(largest, key)
+            left -= 1
+            run.append((largest, number, len(run), size, left == 0))
+    return run
+
+
+def _name_order(order: list[_Placed]) -> tuple[tuple[int, int], ...]:
+    """Return what decides the micro-batches of an order: jobs and sizes, one after the other."""
+    return tuple([(number, size) for _, number, _, size, _ in order])
+
+
+def _score(order: list[_Placed], num_jobs: int, cap: int, depth: int) -> tuple[int, int]:
+    """Return the number of micro-batches of an order, and the load of the last one."""
+    room, last = [cap], 0  # behind the last micro-batch with pieces there is always an empty one
+    release, ends = [0] * num_jobs, [0] * num_jobs
+    for _, number, _, size, is_last in order:
+        position = release[number]
+        while room[position] < size:
+            position += 1
+        room[position] -= size
+        if position > last:
+            last = position
+        if position + 1 == len(room):
+            room.append(cap)
+        if position > ends[number]:
+            ends[number] = position
+        if is_last:
+            release[number] = ends[number] + depth
+            if release[number] >= len(room):
+                room += [cap] * (release[number] + 1 - len(room))
+    return last + 1, cap - room[last]
 
 
 def _place(jobs: Sequence[JobBatches], cap: int, depth: int, keys: _Keys) -> Positions:
@@ -101,17 +160,3 @@ def _place(jobs: Sequence[JobBatches], cap: int, depth: int, keys: _Keys) -> Pos
             release[number] = max(positions[number][step]) + depth
             begin(number, step + 1)
     return positions
-
-
-def _score(jobs: Sequence[JobBatches], positions: Positions) -> tuple[int, int]:
-    """Return the number of micro-batches, and the load of the last one."""
-    last = max(max(each) for job in positions for each in job)
-    # Only pieces of a job's last step can be there.
-    load = sum(
-        size
-        for job, of_job in zip(jobs, positions, strict=True)
-        for sizes, of_step in zip(job.batches[-1:], of_job[-1:], strict=True)
-        for size, position in zip(sizes, of_step, strict=True)
-        if position == last
-    )
-    return last + 1, load

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,15 +182,14 @@ def find_bound(jobs: Iterable[JobBatches], cap: int, depth: int) -> tuple[int, s
 
     Between the last micro-batch of a step and the first of the next one lie S - 1 others.
     """
-    best, name, total = 0, "all pieces", []
+    best, name, total = 0, "all pieces", list[int]()
     for job in jobs:
-        steps = [np.array(each, dtype=np.int64) for each in job.batches]
-        total += steps
-        least = sum(1 if len(each) == 1 else least_bins(each, cap) for each in steps)
-        least += (len(steps) - 1) * (depth - 1)
+        total += chain.from_iterable(job.batches)
+        least = sum(1 if len(each) == 1 else least_bins(each, cap) for each in job.batches)
+        least += (job.num_steps - 1) * (depth - 1)
         if least > best:
             best, name = least, f"steps of job {job.name!r}"
-    of_all = least_bins(np.concatenate(total), cap) if total else 0
+    of_all = least_bins(total, cap)
     return (of_all, "all pieces") if of_all >= best else (best, name)
 
 
@@ -215,13 +215,13 @@ _Ends = dict[tuple[str, int], tuple[int, int]]  # the first and last micro-batch
 
 def _check_pieces(schedule: Schedule, numbers: dict[str, int]) -> _Ends:
     """Check that each piece is one of a job's, the cap and the order within a micro-batch."""
-    batches = {job.name: job.batches for job in schedule.jobs}
-    seen: set[tuple[str, int, int]] = set()
+    batches = {job.name: (numbers[job.name], job.batches) for job in schedule.jobs}
+    seen: set[tuple[int, int, int]] = set()
     ends: _Ends = {}
     for number, pieces in enumerate(schedule.micro_batches):
         load, before = 0, (-1, -1, -1)
         for name, step, piece, size in pieces:
-            steps = batches.get(name, ())
+            job, steps = batches.get(name, (-1, ()))
             if not (0 <= step < len(steps) and 0 <= piece < len(steps[step])):
                 where = _name_piece(number, name, step, piece)
                 raise PlanError(f"{where} is no piece of the jobs", rule="piece")
@@ -230,32 +230,33 @@ def _check_pieces(schedule: Schedule, numbers: dict[str, int]) -> _Ends:
                 raise PlanError(
                     f"{where} has size {size}, but the job's is {steps[step][piece]}", rule="piece"
                 )
-            if (name, step, piece) in seen:
+            if (place := (job, step, piece)) in seen:
                 where = _name_piece(number, name, step, piece)
                 raise PlanError(f"{where} comes a second time", rule="duplicate")
-            seen.add((name, step, piece))
-            if (place := (numbers[name], step, piece)) < before:
+            seen.add(place)
+            if place < before:
                 where = _name_piece(number, name, step, piece)
                 raise PlanError(f"{where} is not behind those before it", rule="order")
+            if place[:2] != before[:2]:
+                first, _ = ends.get((name, step), (number, number))  # numbers ascend
+                ends[name, step] = first, number
             before, load = place, load + size
-            first, _ = ends.get((name, step), (number, number))  # numbers ascend
-            ends[name, step] = first, number
         if load > schedule.cap:
             jobs = ", ".join(sorted({repr(piece.job) for piece in pieces}))
             raise PlanError(
                 f"micro-batch {number} has {load}, above the cap of {schedule.cap} (jobs {jobs})",
                 rule="cap",
             )
-    for job in schedule.jobs:
-        _check_missing(job, seen)
+    for number, job in enumerate(schedule.jobs):
+        _check_missing(number, job, seen)
     return ends
 
 
-def _check_missing(job: JobBatches, seen: Collection[tuple[str, int, int]]) -> None:
+def _check_missing(number: int, job: JobBatches, seen: Collection[tuple[int, int, int]]) -> None:
     """Check that each piece of a job is in a micro-batch."""
     for step, sizes in enumerate(job.batches):
         for piece in range(len(sizes)):
-            if (job.name, step, piece) not in seen:
+            if (number, step, piece) not in seen:
                 raise PlanError(
                     f"job {job.name!r}, step {step}, piece {piece} is in no micro-batch",
                     rule="missing",

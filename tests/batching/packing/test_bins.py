@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.batching import pack_bins
-from penstock.batching.packing import FirstFit, _bins, least_bins
+from penstock.batching.packing import FirstFit, _bins, _bound, least_bins
 from penstock.batching.packing._completion import complete_bins, find_fillings
 from penstock.batching.packing._program import find_patterns, improve
 from penstock.solvers import LinearProgram
@@ -143,9 +143,14 @@ def test_any_samples_are_packed(sizes: list[int], cap: int):
 def test_the_bound_is_below_the_optimum(sizes: list[int]):
     least, fewest = least_bins(np.array(sizes), 12), least_by_force(sizes, 12)
     assert -(-sum(sizes) // 12) <= least <= fewest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_bound, "_FEW", 0)
+        assert least_bins(np.array(sizes), 12) == least
 
 
-def test_the_bound_counts_samples_that_share_no_bin():
+@pytest.mark.parametrize("few", [0, _bound._FEW])
+def test_the_bound_counts_samples_that_share_no_bin(monkeypatch, few: int):
+    monkeypatch.setattr(_bound, "_FEW", few)
     assert least_bins(np.array([6, 6, 6]), 10) == 3  # the sum alone: 2
     assert least_bins(np.array([7, 7, 4, 4]), 10) == 3  # 4 fits beside no 7
     assert least_bins(np.array([0, 0]), 10) == 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from penstock.batching._arrays import Integers
+
+_FEW = 24  # samples, for which a list is faster than arrays
 
 
 # For each K from 0 to cap / 2 the samples are
@@ -17,7 +21,7 @@ from penstock.batching._arrays import Integers
 #   L2   = max over K of L(K)
 #
 # L(0) is at least the sum over the cap. Only K = 0 and the sizes themselves have to be tried.
-def least_bins(sizes: Integers, cap: int) -> int:
+def least_bins(sizes: Integers | Sequence[int], cap: int) -> int:
     """Return a number of bins below which the samples cannot be packed.
 
     Example:
@@ -25,7 +29,8 @@ def least_bins(sizes: Integers, cap: int) -> int:
         (2, 3)
 
     Args:
-        sizes: Whole numbers from 0 to `cap`, one per sample: int64 of `[num_samples]`.
+        sizes: Whole numbers from 0 to `cap`, one per sample: int64 of `[num_samples]`, or a
+            sequence.
         cap: The most that the samples of a bin may add up to.
 
     Source:
@@ -33,7 +38,9 @@ def least_bins(sizes: Integers, cap: int) -> int:
     """
     if len(sizes) == 0:
         return 0
-    ascending = np.sort(sizes)
+    if len(sizes) <= _FEW:
+        return _least_of_few(sizes.tolist() if isinstance(sizes, np.ndarray) else sizes, cap)
+    ascending = np.sort(np.asarray(sizes, dtype=np.int64))
     sums = np.concatenate([[0], np.cumsum(ascending)])
     cap = min(cap, int(sums[-1]))  # more than all of them is as good: products stay in 64 bits
     if cap == 0:
@@ -47,3 +54,18 @@ def least_bins(sizes: Integers, cap: int) -> int:
     rest = np.maximum(sums[halves] - sums[first_of_3] - room_beside_2, 0)
     bins = len(sizes) - halves + -(-rest // cap)
     return int(bins.max())
+
+
+def _least_of_few(sizes: Sequence[int], cap: int) -> int:
+    """Return the same for few samples, without arrays."""
+    cap = min(cap, sum(sizes))
+    if cap == 0:
+        return 1
+    small = [size for size in sizes if size <= cap // 2]
+    large = [size for size in sizes if size > cap // 2]
+    most = 0
+    for limit in {0, *small}:
+        of_3 = sum([size for size in small if size >= limit])
+        room_beside_2 = sum([cap - size for size in large if size <= cap - limit])
+        most = max(most, of_3 - room_beside_2)
+    return len(large) + -(-most // cap)

@@ -34,15 +34,17 @@ class FirstFit:
         while (leaf := self._find(size, first)) is None:
             self._double()
         room, bin_number = self._room, leaf - self._width
-        room[leaf] -= size
+        most = room[leaf] - size
+        room[leaf] = most
         # A maximum that stays as it is ends the way up.
         while leaf > 1:
-            parent = leaf >> 1
-            most = max(room[leaf], room[leaf ^ 1])
-            if room[parent] == most:
+            other = room[leaf ^ 1]
+            if other > most:
+                most = other
+            leaf >>= 1
+            if room[leaf] == most:
                 break
-            room[parent] = most
-            leaf = parent
+            room[leaf] = most
         return bin_number
 
     def _find(self, size: int, first: int) -> int | None:
@@ -52,13 +54,12 @@ class FirstFit:
             return None
         node = 1 if first == 0 else width + first
         while room[node] < size:
-            while node & 1:  # a right child: what follows lies to the right of its parent
-                node >>= 1
-            if node == 0:
+            node += 1  # to the right, and up as far as nothing left of it is below
+            node //= node & -node
+            if node == 1:
                 return None
-            node += 1
         while node < width:
-            node *= 2
+            node += node
             if room[node] < size:
                 node += 1
         return node
