@@ -39,8 +39,9 @@ _found: tuple[str, list[Any]] = "", []  # the test, and the loggers that pass no
 
 
 def _find_loggers() -> list[Any]:
-    """Return the loggers that pass nothing on to the root logger.
+    """Return the loggers that pass nothing on to the root logger, but for torch's trace.
 
+    With a handler it would write down each graph, guard and event of the compiler.
     They are looked for once in a test, when it is to be called: its fixtures have run, and the
     phase that the environment names is still theirs.
     """
@@ -48,7 +49,14 @@ def _find_loggers() -> list[Any]:
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
     if (test.endswith("(setup)") and test != _found[0]) or not _found[1]:
         loggers = logging.getLogger().manager.loggerDict.values()
-        _found = test, [each for each in loggers if not getattr(each, "propagate", True)]
+        _found = (
+            test,
+            [
+                each
+                for each in loggers
+                if not getattr(each, "propagate", True) and each.name != "torch.__trace"
+            ],
+        )
     return _found[1]
 
 
