@@ -16,6 +16,7 @@ from penstock.rgnn.lowering import (
     _order,
     find_live_ranges,
     find_overwritten,
+    find_reads,
     lower,
     lower_for_arena,
 )
@@ -51,9 +52,10 @@ def assert_runnable(lowered: LoweredProgram, kernels: tuple[Kernel, ...]) -> Non
     made = [value for kernel in kernels for value in kernel.values]
     assert len(made) == len(set(made))
     done: set[int] = set()
+    reads = find_reads(lowered.optimized.program)
     for kernel in kernels:
         own = set(kernel.values)
-        read = _order._find_read(lowered.optimized.program, kernel.values) & set(made)
+        read = set().union(*(reads[value] for value in kernel.values)) & set(made)
         assert read - own <= done & lowered.schedule.materialised
         done |= own
 
@@ -99,7 +101,11 @@ def test_long_rows_that_two_sums_read_are_read_once(width, num_parts):
     schedule = lower(optimized).schedule
     (kernel,) = schedule.kernels[: schedule.num_forward]
     model = _order._ScratchModel(
-        optimized.program, schedule.materialised, frozenset(), graph.counts
+        optimized.program,
+        schedule.materialised,
+        frozenset(),
+        graph.counts,
+        find_reads(optimized.program),
     )
     parts = _order._split(model, kernel)
     assert len(parts) == num_parts

@@ -42,7 +42,9 @@ def order_kernels(
     program: Program, schedule: KernelSchedule, owned: Collection[int], counts: Counts
 ) -> tuple[KernelSchedule, tuple[ScratchNumbers, ...]]:
     """Let kernels run in an order that needs less memory, where there is one."""
-    model = _ScratchModel(program, schedule.materialised, frozenset(owned), counts)
+    model = _ScratchModel(
+        program, schedule.materialised, frozenset(owned), counts, find_reads(program)
+    )
     split = schedule.num_forward
     forward, saved_forward = _order_direction(model, schedule.kernels[:split])
     backward, saved_backward = _order_direction(model, schedule.kernels[split:])
@@ -57,17 +59,25 @@ def _order_direction(
     candidates = [kernels]
     for these in [kernels] if len(parts) == len(kernels) else [kernels, parts]:
         candidates += [model.order_greedily(these, last=last) for last in (False, True)]
-    best = min(candidates, key=model.count_scratch)  # of equals the first
-    before, after = model.count_scratch(kernels), model.count_scratch(best)
-    if before - after <= _LEAST_GAIN * model.count_all(kernels):
+    scratch = [model.count_scratch(candidate) for candidate in candidates]
+    before, after = scratch[0], min(scratch)
+    if before - after <= _LEAST_GAIN * (before + model.count_results(kernels)):
         return kernels, ScratchNumbers(before, before)
-    return best, ScratchNumbers(before, after)
+    return candidates[scratch.index(after)], ScratchNumbers(before, after)
 
 
-def find_live_ranges(program: Program, kernels: Sequence[Kernel]) -> LiveRanges:
-    """Return from which kernel to which each computed value is needed."""
+def find_live_ranges(
+    program: Program, kernels: Sequence[Kernel], reads: Sequence[frozenset[int]] | None = None
+) -> LiveRanges:
+    """Return from which kernel to which each computed value is needed.
+
+    Args:
+        program: The program.
+        kernels: Its kernels, or those of a direction, in their order.
+        reads: What `find_reads` returns for the program, where that is at hand.
+    """
     live_ranges: LiveRanges = {}
-    reads = find_reads(program)
+    reads = find_reads(program) if reads is None else reads
     for number, kernel in enumerate(kernels):
         for value in kernel.values:
             live_ranges[value] = (number, number)
@@ -108,11 +118,6 @@ def find_overwritten(
     return found
 
 
-def _find_read(program: Program, values: Iterable[int]) -> set[int]:
-    reads = find_reads(program)
-    return set().union(*(reads[value] for value in values))
-
-
 @dataclasses.dataclass(slots=True)
 class _ScratchModel:
     """Counts of the numbers in memory while the kernels of a direction run in an order."""
@@ -121,10 +126,16 @@ class _ScratchModel:
     materialised: frozenset[int]
     owned: frozenset[int]
     counts: Counts
+    reads: Sequence[frozenset[int]]
+    """What `find_reads` returns for the program."""
+
+    def find_read(self, values: Iterable[int]) -> set[int]:
+        """Return what some values read."""
+        return set().union(*(self.reads[value] for value in values))
 
     def count_scratch(self, kernels: Sequence[Kernel]) -> int:
         """Count numbers beside results: at most, and as if no memory were lost between values."""
-        live_ranges = find_live_ranges(self.program, kernels)
+        live_ranges = find_live_ranges(self.program, kernels, self.reads)
         in_place = find_overwritten(self.program, kernels, live_ranges)
         for value in sorted(in_place, key=lambda value: live_ranges[value][0]):
             operand = in_place[value]
@@ -141,10 +152,10 @@ class _ScratchModel:
         pairs = zip(alive, unwritten, strict=True)
         return max((max(0, numbers - free) for numbers, free in pairs), default=0)
 
-    def count_all(self, kernels: Sequence[Kernel]) -> int:
-        """Count numbers of results and scratch."""
+    def count_results(self, kernels: Sequence[Kernel]) -> int:
+        """Count numbers of results."""
         computed = {value for kernel in kernels for value in kernel.values} & self.owned
-        return self.count_scratch(kernels) + sum(self._count_numbers(value) for value in computed)
+        return sum(self._count_numbers(value) for value in computed)
 
     def order_greedily(self, kernels: Sequence[Kernel], *, last: bool) -> list[Kernel]:
         """Take always the kernel next after which the fewest numbers are alive.
@@ -152,7 +163,7 @@ class _ScratchModel:
         With `last`, those that make nothing but results wait until no other can run.
         """
         maker = {value: n for n, kernel in enumerate(kernels) for value in kernel.values}
-        read = [_find_read(self.program, kernel.values) & maker.keys() for kernel in kernels]
+        read = [self.find_read(kernel.values) & maker.keys() for kernel in kernels]
         needs = [{maker[value] for value in values} - {n} for n, values in enumerate(read)]
         waiting, done, order = set(range(len(kernels))), set(), []
 
@@ -195,12 +206,12 @@ def _split(model: _ScratchModel, kernel: Kernel) -> list[Kernel]:
             continue
         computed = _find_computation(model, value, rest)
         others = rest - computed
-        is_needed = computed & _find_read(program, others)
+        is_needed = computed & model.find_read(others)
         has_sum = any(program.nodes[other].op in ("sum", "softmax") for other in others)
         if (
             is_needed
             or not has_sum
-            or _find_long_rows(program, computed, rest) & _find_long_rows(program, others, rest)
+            or _find_long_rows(model, computed, rest) & _find_long_rows(model, others, rest)
         ):
             continue
         rest = others
@@ -224,10 +235,12 @@ def _find_computation(model: _ScratchModel, value: int, among: Collection[int]) 
     return found
 
 
-def _find_long_rows(program: Program, values: Collection[int], among: Collection[int]) -> set[int]:
+def _find_long_rows(
+    model: _ScratchModel, values: Collection[int], among: Collection[int]
+) -> set[int]:
     """Find the long rows that some values of a kernel read from memory."""
     return {
         read
-        for read in _find_read(program, values)
-        if read not in among and math.prod(program.nodes[read].shape) > _LONG_ROW
+        for read in model.find_read(values)
+        if read not in among and math.prod(model.program.nodes[read].shape) > _LONG_ROW
     }
