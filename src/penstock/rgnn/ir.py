@@ -287,6 +287,8 @@ def broadcast(left: Shape, right: Shape) -> Shape:
         >>> broadcast((4,), (4, 16))
         (4, 16)
     """
+    if left == right:
+        return left
     length = max(len(left), len(right))
     padded = [shape + (1,) * (length - len(shape)) for shape in (left, right)]
     for one, other in zip(*padded, strict=True):
