@@ -56,12 +56,18 @@ def _rebuild(adapters: Sequence[Adapter], matrices: Sequence[torch.Tensor]) -> l
 
 def _compare(result, expected, operands, rtol: float, atol: float) -> None:
     """Compare outputs, and their gradients for all operands."""
-    torch.testing.assert_close(result, expected.to(result.dtype), rtol=rtol, atol=atol)
+    _assert_close(result, expected.to(result.dtype), rtol, atol)
     dy = torch.randn_like(expected)
     found = torch.autograd.grad(result, operands, dy.to(result.dtype), materialize_grads=True)
     wanted = torch.autograd.grad(expected, operands, dy, materialize_grads=True)
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype
+        _assert_close(a, b, rtol, atol)
+
+
+def _assert_close(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> None:
+    """Compare two tensors; torch's own comparison takes ten times as long and says what differs."""
+    if a.shape != b.shape or not torch.allclose(a, b, rtol=rtol, atol=atol):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
@@ -156,18 +162,19 @@ def test_sums_over_many_tiles_are_rounded_once():
 
 
 @pytest.mark.parametrize(
-    ("layout", "dropout", "trained_layer"),
+    ("by_row", "num", "dropout", "trained_layer"),
     [
-        ("one adapter", 0.0, True),
-        ("one adapter", 0.4, False),
-        ("one row", 0.4, True),
-        ("runs", 0.4, True),
-        ("interleaved", 0.4, False),
-        ("empty adapters", 0.0, False),
+        ([0, 0, 0], 1, 0.0, True),
+        ([0, 0, 0], 1, 0.4, False),
+        ([0], 1, 0.4, True),
+        ([0, 0, 1, 2], 3, 0.4, True),
+        ([2, 0, 1, 0], 3, 0.4, False),
+        ([1, 1, 3, -1], 5, 0.0, False),
     ],
+    ids=["one adapter", "with dropout", "one row", "runs", "interleaved", "empty adapters"],
 )
-def test_gradients_and_their_gradients(layout, dropout, trained_layer):
-    by_row, num = LAYOUTS[layout]
+def test_gradients_and_their_gradients(by_row, num, dropout, trained_layer):
+    """In few rows: each number of each operand is changed."""
     adapters = _adapters(num, 1, dropout, sizes=(3, 2))
     rows = AdapterRows.group(by_row, num)
     x = torch.randn(len(by_row), 3, dtype=torch.float64, requires_grad=True)

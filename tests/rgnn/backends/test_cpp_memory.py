@@ -156,7 +156,7 @@ def test_layers_of_two_threads_on_one_graph_do_not_disturb_each_other():
     expected = [step(0), step(1)]
     assert len(find_arrays(graph).buffers._buffers) > 0
     with ThreadPoolExecutor(2) as pool:
-        for place, found in enumerate(pool.map(step, [0, 1] * 6)):
+        for place, found in enumerate(pool.map(step, [0, 1] * 4)):
             pairs = zip(found, expected[place % 2], strict=True)
             assert all(torch.equal(one, other) for one, other in pairs)
 
