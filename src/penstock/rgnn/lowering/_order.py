@@ -74,7 +74,7 @@ def find_live_ranges(
     Args:
         program: The program.
         kernels: Its kernels, or those of a direction, in their order.
-        reads: What `find_reads` returns for the program, where that is at hand.
+        reads: The result of `find_reads` for the program, where that is at hand.
     """
     live_ranges: LiveRanges = {}
     reads = find_reads(program) if reads is None else reads
@@ -127,7 +127,7 @@ class _ScratchModel:
     owned: frozenset[int]
     counts: Counts
     reads: Sequence[frozenset[int]]
-    """What `find_reads` returns for the program."""
+    """The result of `find_reads` for the program."""
 
     def find_read(self, values: Iterable[int]) -> set[int]:
         """Return what some values read."""
