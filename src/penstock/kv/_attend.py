@@ -264,33 +264,37 @@ class _Step:
         with_tail = not self.has_tail and state.num_tail > 0
         shape = (*self._shape, last - first + with_tail)
         table, counts = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int32)
-        table[b, h, c - first] = addresses
-        counts[b, h, c - first] = layout.block_tokens
+        places = b, h, c - first
+        table[places] = addresses
+        counts[places] = layout.block_tokens
+        masks, first_token = (self._visible, self._added), first * layout.block_tokens
         if with_tail:
             table[:, :, -1] = find_tails(state)
             counts[:, :, -1] = state.num_tail
             self.has_tail = True
+            if last < self._num_columns:
+                masks, first_token = self._with_tail(masks, first, last), 0
         block_lse = self.attention.add(
             self._platform.from_host(table),
             self._platform.from_host(counts),
-            self._some(self._visible, first, last, with_tail=with_tail),
-            self._some(self._added, first, last, with_tail=with_tail),
+            *masks,
+            first_token=first_token,
             with_block_lse=self._is_noted,
         )
         if block_lse is not None:
             self._block_lse.append((first, block_lse[..., : last - first]))
 
-    def _some(
-        self, tensor: torch.Tensor | None, first: int, last: int, *, with_tail: bool
-    ) -> torch.Tensor | None:
+    def _with_tail(
+        self, masks: tuple[torch.Tensor | None, ...], first: int, last: int
+    ) -> tuple[torch.Tensor | None, ...]:
         """Return the tokens of the columns `[first, last)`, and the tail's."""
-        if tensor is None:
-            return None
-        T, is_next = self._state.layout.block_tokens, last == self._num_columns
-        some = tensor.narrow(-1, first * T, (last - first + (with_tail and is_next)) * T)
-        if with_tail and not is_next:
-            some = torch.cat([some, tensor[..., -T:]], dim=-1)
-        return some
+        T = self._state.layout.block_tokens
+        return tuple(
+            None
+            if each is None
+            else torch.cat([each[..., first * T : last * T], each[..., -T:]], dim=-1)
+            for each in masks
+        )
 
     def sum_shares(self, block_lse: torch.Tensor) -> torch.Tensor:
         """Return the shares of records `(B, Hq, n, k)` of the weights, by KV head, `(B, H, k)`."""

@@ -340,6 +340,7 @@ class CudaAttention:
         visible: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         *,
+        first_token: int = 0,
         with_block_lse: bool = False,
     ) -> torch.Tensor | None:
         """Attend to further records; arguments as of `RecordAttention.add`, on the device.
@@ -347,6 +348,11 @@ class CudaAttention:
         Returns:
             The log-sum-exps of each record, where they are wanted.
         """
+        num_tokens = addresses.shape[2] * self._options["block_tokens"]
+        visible, bias = (
+            None if each is None else each.narrow(-1, first_token, num_tokens)
+            for each in (visible, bias)
+        )
         out, lse, block_lse = self._platform.attend(
             self._query,
             addresses,

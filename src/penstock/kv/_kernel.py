@@ -113,7 +113,8 @@ class RecordAttention:
         scale: float,
         softcap: float | None,
     ) -> None:
-        self._query = query.float().contiguous()
+        self._query, self._query_shape = query.float().contiguous(), (*query.shape,)
+        self._value_dim = value_dim
         self._kind, self._dtype = _KINDS[dtype], dtype
         self._block_tokens = block_tokens
         self._scale, self._softcap = scale, softcap or 0.0
@@ -129,9 +130,10 @@ class RecordAttention:
         visible: Tensor | None = None,
         bias: Tensor | None = None,
         *,
+        first_token: int = 0,
         with_block_lse: bool = False,
     ) -> Tensor | None:
-        """Attend to further records, by torch's threads.
+        """Attend to further records, by torch's threads; `visible` and `bias` from a token on.
 
         Returns:
             The log-sum-exps of each record, where they are wanted.
@@ -150,8 +152,8 @@ class RecordAttention:
             call = (addresses, counts, visible, bias, block_lse)
             if library is None:
                 _check_counts(counts, self._block_tokens)
-                self._add_by_torch(*call)
-            elif not library.penstock_attend_records(self._pack(*call)):
+                self._add_by_torch(*call, first_token)
+            elif not library.penstock_attend_records(self._pack(*call, first_token)):
                 _check_counts(counts, self._block_tokens)
             self.has_parts = True
         return block_lse
@@ -163,15 +165,16 @@ class RecordAttention:
         visible: Tensor | None,
         bias: Tensor | None,
         block_lse: Tensor | None,
+        first_token: int,
     ) -> bytes:
-        batch, heads, num_tokens, key_dim = self._query.shape
+        batch, heads, num_tokens, key_dim = self._query_shape
         _, kv_heads, num_records = addresses.shape
         return _pack_call(
             *(self._query.data_ptr(), addresses.data_ptr(), counts.data_ptr()),
-            *(_pointer(visible), _pointer(bias)),
+            *(_pointer(visible, first_token), _pointer(bias, first_token)),
             *(*self._pointers, _pointer(block_lse)),
             *(batch, kv_heads, heads // kv_heads * num_tokens, num_tokens),
-            *(num_records, self._block_tokens, key_dim, self.out.shape[3]),
+            *(num_records, self._block_tokens, key_dim, self._value_dim),
             *(self._kind, torch.get_num_threads(), self.has_parts),
             *((0, 0, 0) if visible is None else visible.stride()[:3]),
             *((0, 0, 0) if bias is None else bias.stride()[:3]),
@@ -185,8 +188,14 @@ class RecordAttention:
         visible: Tensor | None,
         bias: Tensor | None,
         block_lse: Tensor | None,
+        first_token: int,
     ) -> None:
         """Add the part of some records by torch, a KV head after the other."""
+        num_tokens = counts.shape[2] * self._block_tokens
+        visible, bias = (
+            None if each is None else each.narrow(-1, first_token, num_tokens)
+            for each in (visible, bias)
+        )
         parts = [(self.out.clone(), self.lse.clone())] if self.has_parts else []
         call = (self._scale, self._softcap, visible, bias)
         results = (self.out, self.lse, block_lse)
@@ -319,8 +328,9 @@ def _name_of(device: torch.device) -> str:
     return "the CPU" if device == _CPU else str(device)
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _pointer(tensor: Tensor | None, first: int = 0) -> int:
+    """Return the address of an element of the last dimension, the first one in all others."""
+    return 0 if tensor is None else tensor.data_ptr() + first * tensor.itemsize
 
 
 def _attend_by_torch(

@@ -63,10 +63,12 @@ class TransferBuffer:
     @property
     def is_moving(self) -> bool:
         """True while transfers are under way."""
-        return not all(transfer.done() for transfer in self.pending)
+        return bool(self.pending) and not all(transfer.done() for transfer in self.pending)
 
     def wait(self, num_transfers: int | None = None) -> None:
         """Wait for its first transfers, or all; the first error is raised when they have ended."""
+        if not self.pending:
+            return
         errors = []
         for transfer in self.pending[:num_transfers]:
             error = transfer.exception()
