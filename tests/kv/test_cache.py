@@ -35,10 +35,7 @@ def make_cache(model: Any, budget: int | str = "64KiB", **options: Any) -> Any:
 
 
 def count_tokens(kind: str) -> int:
-    """Return how many tokens to generate; of T5 more than a block, as its decoder begins with one.
-
-    The others' blocks are full after 4 tokens (of 508) or 6 (of 90).
-    """
+    """Return after how many tokens a block is full for long; of T5 the decoder has none before."""
     return 20 if kind == "t5" else 10
 
 

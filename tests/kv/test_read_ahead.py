@@ -166,7 +166,7 @@ def test_changes_between_steps(store: Path, budget: int, batch: int):
     choice = random.Random(budget * batch)
     for layer in range(LAYERS):
         model.append(layer, LENGTH)
-    for _ in range(40):
+    for _ in range(24):
         model.step(choice.choice([0, 1, 1, 5, BLOCK]))
         kind = choice.randrange(8)
         length = model.pool.length(0)
