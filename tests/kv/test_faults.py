@@ -105,8 +105,8 @@ def test_interrupts_at_any_moment(what: str, store: Path):
 
     numbers, main = random.Random(3), threading.main_thread().ident
     assert main is not None
-    model, prompt = make_model("llama"), make_prompt(90 if what == "prefill" else 50)
-    num_new = 2 if what == "prefill" else 6
+    model, prompt = make_model("llama"), make_prompt(130 if what == "prefill" else 50)
+    num_new = 2 if what == "prefill" else 8
     theirs = generate(model, prompt, num_new)
     begin = time.perf_counter()
     with make_cache(model, store) as cache:

@@ -1,5 +1,6 @@
 """Simulated policies: Belady against every possible choice, and ours against Belady."""
 
+import functools
 from itertools import combinations
 
 import numpy as np
@@ -47,6 +48,7 @@ def test_lru_evicts_the_least_recently_used(trace, num_slots):
     assert simulate(steps, slots=num_slots, policy="lru").num_hits == hits
 
 
+@functools.cache
 def random_walk(num_steps, num_read, num_records, overlap=0.8, skew=0.0):
     """Selections of which a share stays from step to step, as NOSA reports (section 3)."""
     generator = np.random.default_rng(0)
@@ -81,12 +83,12 @@ def test_walks_are_within_points_of_belady(skew, num_slots, points):
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
 def test_scans_hit_as_often_as_with_belady(share):
-    scan = [[step % 100] for step in range(3000)]
+    scan = [[step % 100] for step in range(1500)]
     ours, belady = (
         simulate(scan, slots=round(100 * share), policy=policy).hit_rate
         for policy in ("penstock", "belady")
     )
-    assert ours == pytest.approx(share * 29 / 30)  # nothing is there in the first round
+    assert ours == pytest.approx(share * 14 / 15)  # nothing is there in the first round
     assert belady - ours < 0.01
     assert simulate(scan, slots=75, policy="lru").num_hits == 0
 

@@ -95,7 +95,8 @@ class ReuseModel:
         if begins_step:
             self._begin_step()
         period = self._calls_per_step
-        age = np.clip((self._now - last + period // 2) // period, 1, len(_CLASS_OF_AGE))
+        age = (self._now - last + period // 2) // period
+        age = np.minimum(np.maximum(age, 1), len(_CLASS_OF_AGE))  # `clip` asks for limits of int64
         # A touch weighs what it would weigh now if it had been counted when its life began.
         cells = self._class[ids] * len(_EDGES) + _age_class(age)
         added = np.bincount(cells, self._weight[age] * (last >= 0), self._touched.size)
