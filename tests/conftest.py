@@ -325,13 +325,17 @@ def _every_plan_has_two_judges() -> None:
 
     make, replay = api._plan_whole_or_split, Replay.run
     right = weakref.WeakValueDictionary()  # plans of whole graphs that need no second judgement
-    made = collections.deque(maxlen=8)  # by the planners; `plan` returns copies of them
+    # By the planners, with the graphs of their operators; `plan` returns copies of them.
+    made = collections.deque(maxlen=8)
     fields = [each.name for each in dataclasses.fields(Plan) if each.name != "times"]
 
-    def is_judged(plan) -> bool:
+    def is_judged(plan, graph) -> bool:
         """Return whether all that is judged of a plan is of one that was found right."""
-        return right.get(id(plan)) is plan or any(
-            all(getattr(plan, name) is getattr(each, name) for name in fields) for each in made
+        is_whole = plan.graph_digest == graph.digest
+        return (is_whole and right.get(id(plan)) is plan) or any(
+            (is_whole or parts() is graph)
+            and all(getattr(plan, name) is getattr(each, name) for name in fields)
+            for each, parts in made
         )
 
     def plan_and_judge(request, *args, **kwargs):
@@ -339,12 +343,12 @@ def _every_plan_has_two_judges() -> None:
         if wrong := judge(request.graph, plan):
             pytest.fail(f"a plan that was made is wrong: {wrong}")
         right[id(plan)] = plan
-        made.append(plan)
+        made.append((plan, weakref.ref(plan.planned_graph(request.graph))))
         return plan
 
     def replay_and_judge(self: Replay) -> None:
-        wrong, is_whole = None, self.plan.graph_digest == self.graph.digest
-        if not (is_whole and is_judged(self.plan)):
+        wrong = None
+        if not is_judged(self.plan, self.graph):
             wrong = judge(self.graph, self.plan, is_planned_graph=True)
         error = None
         try:
@@ -355,7 +359,7 @@ def _every_plan_has_two_judges() -> None:
             pytest.fail(f"two judges of a plan disagree: check {error}, bytes {wrong}")
         if error is not None:
             raise error
-        if is_whole:
+        if self.plan.graph_digest == self.graph.digest:
             right[id(self.plan)] = self.plan
 
     api._plan_whole_or_split, Replay.run = plan_and_judge, replay_and_judge

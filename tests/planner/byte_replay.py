@@ -10,9 +10,7 @@ has to be whole at both.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-
-import numpy as np
+from typing import NamedTuple
 
 from penstock.errors import GraphFileError
 from penstock.graph import StepGraph
@@ -20,6 +18,7 @@ from penstock.memory import Tier
 from penstock.planner import Plan
 
 FREE = SPOILT = -1
+CELL = 4  # bytes of a number
 
 
 class Wrong(Exception):
@@ -108,20 +107,50 @@ def _judge_order(graph: StepGraph, plan: Plan) -> None:
             require(all(other <= at for other in read_at[old]), "overwrites too early")
 
 
-@dataclass(eq=False)
+class _Cells:
+    """A number in each cell; runs of cells are compared and written as bytes, at once."""
+
+    def __init__(self, count: int, number: int) -> None:
+        self.data = bytearray(self._repeat(number, 0, count))
+
+    def _repeat(self, number: int, first: int, last: int) -> bytes:
+        return number.to_bytes(CELL, "little", signed=True) * (last - first)
+
+    def fill(self, first: int, last: int, number: int) -> None:
+        self.data[CELL * first : CELL * last] = self._repeat(number, first, last)
+
+    def all_are(self, first: int, last: int, number: int) -> bool:
+        return self.data[CELL * first : CELL * last] == self._repeat(number, first, last)
+
+
+class _Move(NamedTuple):
+    """A transfer, with what is asked of it at each of its boundaries."""
+
+    value: int
+    start: int
+    end: int
+    num_bytes: int
+    source: Tier
+    destination: Tier
+
+
 class _Claim:
     """Bytes of a tier that hold one version of one value, until a boundary."""
 
-    content: int
-    end: int  # counted through all steps
-    value: int
-    tier: Tier
-    first: int = 0  # cells of the arena
-    last: int = 0
-    whole: bool = False  # below the device; on it the bytes say so
-    reads: set = field(default_factory=set)  # transfers that read it now
-    writer: tuple | None = None
-    num_bytes: int = 0
+    __slots__ = (
+        *("content", "end", "value", "tier"),
+        *("first", "last", "serial"),
+        *("whole", "reads", "writer", "num_bytes"),
+    )
+
+    def __init__(self, content: int, end: int, value: int, tier: Tier) -> None:
+        self.content, self.end = content, end  # counted through all steps
+        self.value, self.tier = value, tier
+        self.first = self.last = self.serial = 0  # cells of the arena, and whose they are
+        self.whole = False  # below the device; on it the bytes say so
+        self.reads: set[tuple[int, int]] = set()  # transfers that read it now
+        self.writer: tuple[int, int] | None = None
+        self.num_bytes = 0
 
 
 class _Machine:
@@ -131,14 +160,16 @@ class _Machine:
         self.graph, self.plan, self.count = graph, plan, len(plan.order)
         edges = sorted({a for p in plan.placements for a in (p.offset, p.offset + p.num_bytes)})
         self.cell_of = {address: index for index, address in enumerate(edges)}
-        self.owner = np.full(len(edges), FREE)  # by identity of the claim
-        self.content = np.full(len(edges), SPOILT)
+        self.owner = _Cells(len(edges), FREE)  # by serial number of the claim
+        self.content = _Cells(len(edges), SPOILT)
         self.claims: dict[tuple[Tier, int], _Claim] = {}
         self.by_end: dict[int, list[_Claim]] = {}
         self.held = {Tier.HOST: 0, Tier.FILE: 0}
+        budget = plan.budget
+        self.most = {Tier.HOST: budget.host_bytes or 0, Tier.FILE: budget.file_bytes or 0}
         self.names: dict[tuple[int, int], int] = {}
+        self.names_of: dict[int, dict[int, int]] = {step: {} for step in range(-1, 3)}
         self.serial = 0
-        self.identity: dict[int, int] = {}
         self.runs = self._what_runs()
         self.placed, self.copied, self.moves = {}, {}, {}
         for p in plan.placements:
@@ -148,8 +179,15 @@ class _Machine:
         for c in plan.copies:
             require((c.start, c.value, c.tier) not in self.copied, "two copies at once")
             self.copied[c.start, c.value, c.tier] = c
-        for index, t in enumerate(plan.transfers):
-            self.moves.setdefault(t.start, []).append(index)
+        self.transfers = [
+            _Move(t.value, t.start, t.end, t.num_bytes, t.link.source, t.link.destination)
+            for t in plan.transfers
+        ]
+        self.brought: dict[int, set[tuple[Tier, int]]] = {}
+        for index, t in enumerate(self.transfers):
+            out, others = self.moves.setdefault(t.start, ([], []))
+            (out if t.source is Tier.DEVICE else others).append(index)
+            self.brought.setdefault(t.start, set()).add((t.destination, t.value))
         self.starts_at: dict[int, list] = {}
         for start, value in self.placed:
             self.starts_at.setdefault(start, []).append(value)
@@ -172,10 +210,10 @@ class _Machine:
     def _judge_causes(self) -> None:
         """Everything begins because of exactly one thing, and what comes has somewhere to go."""
         brings: dict[tuple, int] = {}
-        for t in self.plan.transfers:
-            key = t.start, t.value, t.link.destination
+        for t in self.transfers:
+            key = t.start, t.value, t.destination
             brings[key] = brings.get(key, 0) + 1
-            if t.num_bytes and t.link.destination is Tier.DEVICE:
+            if t.num_bytes and t.destination is Tier.DEVICE:
                 require((t.start, t.value) in self.placed, "brought to no place")
             elif t.num_bytes:
                 require(key in self.copied, "written to no copy")
@@ -206,11 +244,14 @@ class _Machine:
 
     def _name(self, value: int, step: int) -> int:
         """One number for a version of a value, by whatever name two steps know it."""
-        storage = self._storage(value)
-        if storage.persistent and storage.initial == value and storage.final is not None:
-            step = -9 if storage.final == value else step - 1
-            value = storage.final
-        return self.names.setdefault((value, step), len(self.names))
+        known = self.names_of[step]
+        name = known.get(value)
+        if name is None:
+            storage, version = self._storage(value), (value, step)
+            if storage.persistent and storage.initial == value and storage.final is not None:
+                version = storage.final, -9 if storage.final == value else step - 1
+            name = known[value] = self.names.setdefault(version, len(self.names))
+        return name
 
     # Two steps and what is around them.
 
@@ -225,12 +266,12 @@ class _Machine:
 
     def _lay_down(self) -> None:
         """What the step before has left, by the plan; nothing of it may overlap either."""
-        for index, t in enumerate(self.plan.transfers):
+        for index, t in enumerate(self.transfers):
             if t.end >= self.count:
                 self.open.setdefault(t.end - self.count, []).append((index, -1))
         coming = {
-            (t.link.destination, self._name(t.value, -1)): (index, -1)
-            for index, t in enumerate(self.plan.transfers)
+            (t.destination, self._name(t.value, -1)): (index, -1)
+            for index, t in enumerate(self.transfers)
             if t.end >= self.count and t.num_bytes
         }
         for p in self.plan.placements:
@@ -243,9 +284,9 @@ class _Machine:
                 claim = self._claim_copy(c, -1)
                 claim.writer = coming.get((c.tier, claim.content))
                 claim.whole = claim.writer is None
-        for index, t in enumerate(self.plan.transfers):
+        for index, t in enumerate(self.transfers):
             if t.end >= self.count and t.num_bytes:
-                source = self.claims.get((t.link.source, self._name(t.value, -1)))
+                source = self.claims.get((t.source, self._name(t.value, -1)))
                 if source is not None:
                     source.reads.add((index, -1))
 
@@ -253,14 +294,13 @@ class _Machine:
         now = step * self.count + position
         if position == 0:
             self._results(step)
-        begin = self.moves.get(position, ())
-        out = [i for i in begin if self.plan.transfers[i].link.source is Tier.DEVICE]
+        out, others = self.moves.get(position, ((), ()))
         self._end_copies(step, position, now)
         for index in out:
             self._begin(index, step)
         ended = self.open.pop(now, [])
         for index, when in ended:
-            if self.plan.transfers[index].link.destination is not Tier.DEVICE:
+            if not self._comes_in(index):
                 self._end(index, when)
         self._end_claims(step, position, now)
         if position == 0:
@@ -269,19 +309,17 @@ class _Machine:
                 if self._given(value):
                     claim = self._claim_bytes(self.placed[0, value], step)
                     self._write(claim, claim.content)
-        for index in begin:
-            if index not in out:
-                self._begin(index, step)
-        budget = self.plan.budget
-        require(self.held[Tier.HOST] <= (budget.host_bytes or 0), "too much on the host")
-        require(self.held[Tier.FILE] <= (budget.file_bytes or 0), "too much in the file")
+        for index in others:
+            self._begin(index, step)
+        require(self.held[Tier.HOST] <= self.most[Tier.HOST], "too much on the host")
+        require(self.held[Tier.FILE] <= self.most[Tier.FILE], "too much in the file")
         # What began just now may end just now.
         ended = [each for each in ended if self._comes_in(each[0])] + self.open.pop(now, [])
         for index, when in ended:
             self._end(index, when)
 
     def _comes_in(self, index: int) -> bool:
-        return self.plan.transfers[index].link.destination is Tier.DEVICE
+        return self.transfers[index].destination is Tier.DEVICE
 
     # Claims.
 
@@ -290,11 +328,11 @@ class _Machine:
         claim = _Claim(self._name(p.value, step), step * self.count + p.end, p.value, Tier.DEVICE)
         claim.first, claim.last = first, last
         require((Tier.DEVICE, claim.content) not in self.claims, "at two addresses")
-        require((self.owner[first:last] == FREE).all(), "bytes that another has")
+        require(self.owner.all_are(first, last, FREE), "bytes that another has")
         self.serial += 1
-        self.identity[id(claim)] = self.serial
-        self.owner[first:last] = self.serial
-        self.content[first:last] = SPOILT
+        claim.serial = self.serial
+        self.owner.fill(first, last, self.serial)
+        self.content.fill(first, last, SPOILT)
         self._keep(claim)
         return claim
 
@@ -313,29 +351,27 @@ class _Machine:
         self.by_end.setdefault(claim.end, []).append(claim)
 
     def _write(self, claim: _Claim, content: int) -> None:
-        cells = slice(claim.first, claim.last)
-        mine = self.owner[cells] == self.identity[id(claim)]
-        require(mine.all(), "writes into bytes of another")
-        self.content[cells] = content
+        is_mine = self.owner.all_are(claim.first, claim.last, claim.serial)
+        require(is_mine, "writes into bytes of another")
+        self.content.fill(claim.first, claim.last, content)
 
     def _is_whole(self, claim: _Claim) -> bool:
         if claim.tier is not Tier.DEVICE:
             return claim.whole
-        return bool((self.content[claim.first : claim.last] == claim.content).all())
+        return self.content.all_are(claim.first, claim.last, claim.content)
 
     def _drop(self, claim: _Claim) -> None:
         require(not claim.reads and claim.writer is None, "gone while it moves")
         del self.claims[claim.tier, claim.content]
         if claim.tier is Tier.DEVICE:
-            self.owner[claim.first : claim.last] = FREE
-            self.content[claim.first : claim.last] = SPOILT
+            self.owner.fill(claim.first, claim.last, FREE)
+            self.content.fill(claim.first, claim.last, SPOILT)
         else:
             self.held[claim.tier] -= claim.num_bytes
 
     def _ending(self, now: int, *, on_device: bool) -> list[_Claim]:
-        found = self.by_end.get(now, ())
-        here = [c for c in found if self.claims.get((c.tier, c.content)) is c]
-        return [c for c in here if (c.tier is Tier.DEVICE) == on_device]
+        found = [c for c in self.by_end.get(now, ()) if (c.tier is Tier.DEVICE) == on_device]
+        return [c for c in found if self.claims.get((c.tier, c.content)) is c]
 
     def _end_copies(self, step: int, position: int, now: int) -> None:
         brought = self._brought(position)
@@ -350,15 +386,15 @@ class _Machine:
         self._go_on(go_on, now)
 
     def _end_claims(self, step: int, position: int, now: int) -> None:
-        brought = self._brought(position)
-        needs = self.runs[position][0] if self.count else ()
+        brought, ending = self._brought(position), self._ending(now, on_device=True)
+        needs = self.runs[position][0] if self.count and ending else ()
         stay = {self._name(v, step) for v in needs if (Tier.DEVICE, v) not in brought}
         go_on = {}
         if position == 0:
             for value in self.starts_at.get(0, ()):
                 if self._lasting(0, value) and (Tier.DEVICE, value) not in brought:
                     go_on[Tier.DEVICE, self._name(value, step)] = self.placed[0, value]
-        for claim in self._ending(now, on_device=True):
+        for claim in ending:
             if (Tier.DEVICE, claim.content) not in go_on and claim.content not in stay:
                 self._drop(claim)
         for (_, content), p in go_on.items():
@@ -377,32 +413,31 @@ class _Machine:
             self.by_end.setdefault(claim.end, []).append(claim)
 
     def _brought(self, position: int) -> set:
-        moves = (self.plan.transfers[i] for i in self.moves.get(position, ()))
-        return {(t.link.destination, t.value) for t in moves}
+        return self.brought.get(position, set())
 
     # Transfers.
 
     def _begin(self, index: int, step: int) -> None:
-        t = self.plan.transfers[index]
+        t = self.transfers[index]
         if not t.num_bytes:
             return
-        source = self.claims.get((t.link.source, self._name(t.value, step)))
+        source = self.claims.get((t.source, self._name(t.value, step)))
         require(source is not None and self._is_whole(source), "moves what is not there")
         source.reads.add((index, step))
-        if t.link.destination is Tier.DEVICE:
+        if t.destination is Tier.DEVICE:
             target = self._claim_bytes(self.placed[t.start, t.value], step)
         else:
-            target = self._claim_copy(self.copied[t.start, t.value, t.link.destination], step)
+            target = self._claim_copy(self.copied[t.start, t.value, t.destination], step)
         target.writer = (index, step)
         self.open.setdefault(step * self.count + t.end, []).append((index, step))
 
     def _end(self, index: int, step: int) -> None:
-        t = self.plan.transfers[index]
+        t = self.transfers[index]
         if not t.num_bytes:
             return
         content = self._name(t.value, step)
-        source = self.claims.get((t.link.source, content))
-        target = self.claims.get((t.link.destination, content))
+        source = self.claims.get((t.source, content))
+        target = self.claims.get((t.destination, content))
         require(source is not None and self._is_whole(source), "spoilt while it moved")
         source.reads.discard((index, step))
         require(target is not None and target.writer == (index, step), "gone before it came")
