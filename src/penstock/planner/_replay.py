@@ -3,7 +3,8 @@
 The replay tracks contents: the version of a storage that lies, complete, at each place. The first
 step only sets the scene: values that it carries over its end are assumed to be there, though never
 two versions at one address. In the two steps after it nothing is assumed, and the second of them
-begins with the state at the end of the first.
+begins with the state at the end of the first. If that is the state which the first began with, the
+second does the same, and is not replayed.
 
 A version is named by its value and its step; the value `initial` of a persistent storage is the
 value `final` of the step before, under which it is filed.
@@ -26,8 +27,12 @@ from penstock.planner._replay_records import (
     TransferRun,
     Version,
     VersionPlace,
+    describe_state,
     list_accesses,
+    list_renames,
 )
+
+_NOTHING = BoundaryEvents()  # of boundaries at which nothing begins or ends
 
 
 class Replay:
@@ -38,6 +43,7 @@ class Replay:
         self.plan = plan
         self.num_positions = len(plan.order)
         self.needs, self.makes, self.mutates = list_accesses(graph, plan)
+        self.renames = list_renames(graph)
         self.strict = False
         self.step = 0
         self.position = 0
@@ -48,10 +54,19 @@ class Replay:
         self._sort_events()
 
     def run(self) -> None:
-        """Replay a step whose begin is assumed to be right, then two without assumptions."""
-        for step in range(3):
-            self.step, self.strict = step, step > 0
-            for position in range(self.num_positions):
+        """Replay a step whose begin is assumed to be right, then two without assumptions; of the
+        second no more than its begin, if all is then as it was at the begin of the first.
+        """
+        before = None
+        for step in range(3 if self.num_positions else 0):
+            self.step, self.strict, self.position = step, step > 0, 0
+            self._cross_boundary()
+            state = describe_state(self.blocks, self.renames, step, step * self.num_positions)
+            if step == 2 and state == before:
+                return  # the rest of the step, and the end, are as in the step before
+            before = state
+            self._run_operator()
+            for position in range(1, self.num_positions):
                 self.position = position
                 self._cross_boundary()
                 self._run_operator()
@@ -123,19 +138,18 @@ class Replay:
 
     def _now(self, what: str) -> list[tuple[int, int]]:
         """Return indices of events that end at this boundary, with the step of each."""
-        later = self.position + self.num_positions
-        return [
-            (index, step)
-            for boundary, step in ((self.position, self.step), (later, self.step - 1))
-            if boundary in self.events
-            for index in getattr(self.events[boundary], what)
-        ]
+        now = self.events.get(self.position)
+        later = self.events.get(self.position + self.num_positions)
+        ends = [] if now is None else [(index, self.step) for index in getattr(now, what)]
+        if later is not None:
+            ends += [(index, self.step - 1) for index in getattr(later, what)]
+        return ends
 
     def _cross_boundary(self) -> None:
         """Replay the events at this boundary, before its operator."""
         if self.position == 0:
             self._check_results()
-        begin = self.events.get(self.position, BoundaryEvents())
+        begin = self.events.get(self.position, _NOTHING)
         self._end_copies(begin)
         leaving = [i for i in begin.transfers_begin if self._leaves(i)]
         for index in leaving:
@@ -167,7 +181,7 @@ class Replay:
     def _begin_transfer(self, index: int) -> None:
         transfer = self.plan.transfers[index]
         version = self._version(transfer.value, self.step)
-        source = self.blocks.get(VersionPlace(transfer.link.source, version))
+        source = self.blocks.get((transfer.link.source, version))
         if transfer.num_bytes == 0:
             return
         if source is None or not source.complete:
@@ -180,9 +194,9 @@ class Replay:
                 )
         else:
             source.readers.add((index, self.step))
-        place = VersionPlace(transfer.link.destination, version)
+        tier = transfer.link.destination
         begin = self.events[self.position]
-        if place.tier == Tier.DEVICE:
+        if tier == Tier.DEVICE:
             placement = begin.placements_begin.get(transfer.value)
             if placement is None:
                 self._fail(
@@ -190,7 +204,7 @@ class Replay:
                 )
             self._place(self.plan.placements[placement], writer=(index, self.step))
         else:
-            copy = begin.copies_begin.get((place.tier, transfer.value))
+            copy = begin.copies_begin.get((tier, transfer.value))
             if copy is None:
                 self._fail(
                     "copy", f"transfer {index} writes value {transfer.value} to no copy there"
@@ -202,10 +216,10 @@ class Replay:
         if transfer.num_bytes == 0:
             return
         version = self._version(transfer.value, step)
-        source = self.blocks.get(VersionPlace(transfer.link.source, version))
+        source = self.blocks.get((transfer.link.source, version))
         if source is not None:
             source.readers.discard((index, step))
-        target = self.blocks.get(VersionPlace(transfer.link.destination, version))
+        target = self.blocks.get((transfer.link.destination, version))
         if target is not None and target.writer == (index, step):
             target.writer, target.complete = None, True
         elif self.strict:
@@ -214,7 +228,7 @@ class Replay:
     # Below the device.
 
     def _hold(self, copy: Copy, *, writer: TransferRun | None, complete: bool = False) -> None:
-        place = VersionPlace(copy.tier, self._version(copy.value, self.step))
+        place = (copy.tier, self._version(copy.value, self.step))
         if place in self.blocks:
             self._fail("copy", f"value {copy.value} is on the {copy.tier} already")
         last = self.step * self.num_positions + copy.end
@@ -224,13 +238,13 @@ class Replay:
     def _end_copies(self, begin: BoundaryEvents) -> None:
         """End copies, except those that go on as others when a step begins."""
         goes_on: dict[VersionPlace, Copy] = {}
-        for (tier, value), index in begin.copies_begin.items():
-            if not self._transfers_into(begin, tier, value):  # only at boundary 0
-                place = VersionPlace(tier, self._version(value, self.step))
+        for (tier, value), index in begin.copies_begin.items() if self.position == 0 else ():
+            if not self._transfers_into(begin, tier, value):
+                place = (tier, self._version(value, self.step))
                 goes_on[place] = self.plan.copies[index]
         for index, step in self._now("copies_end"):
             copy = self.plan.copies[index]
-            place = VersionPlace(copy.tier, self._version(copy.value, step))
+            place = (copy.tier, self._version(copy.value, step))
             block = self.blocks.get(place)
             if block is None or not self._ends_here(block):
                 continue
@@ -246,7 +260,7 @@ class Replay:
             del self.blocks[place]
             self.held_bytes[copy.tier] -= copy.num_bytes
         for copy in goes_on.values():
-            place = VersionPlace(copy.tier, self._version(copy.value, self.step))
+            place = (copy.tier, self._version(copy.value, self.step))
             if self.strict and place not in self.blocks:
                 self._fail(
                     "steady_state",
@@ -271,7 +285,7 @@ class Replay:
         self, placement: Placement, *, writer: TransferRun | None, complete: bool = False
     ) -> None:
         version = self._version(placement.value, self.step)
-        place = VersionPlace(Tier.DEVICE, version)
+        place = (Tier.DEVICE, version)
         start, end = placement.offset, placement.offset + placement.num_bytes
         if place in self.blocks:
             if self.strict:
@@ -296,26 +310,27 @@ class Replay:
 
     def _release(self, place: VersionPlace) -> None:
         block = self.blocks.pop(place)
-        slot = bisect.bisect_left(self.addresses, (block.start, block.end, place.version))
+        slot = bisect.bisect_left(self.addresses, (block.start, block.end, place[1]))
         del self.addresses[slot]
 
     def _end_placements(self, begin: BoundaryEvents) -> None:
         """End placements, except those of operands, which a result may reuse."""
+        ends = self._now("placements_end")
         kept = {
             self._version(value, self.step)
-            for value in self.needs[self.position]
+            for value in (self.needs[self.position] if ends else ())
             if not self._transfers_into(begin, Tier.DEVICE, value)
         }
         goes_on = {
             self._version(value, self.step): self.plan.placements[index]
-            for value, index in begin.placements_begin.items()
+            for value, index in (begin.placements_begin.items() if self.position == 0 else ())
             if self._is_carried_into(self.position, value)
             and not self._transfers_into(begin, Tier.DEVICE, value)
         }
-        for index, step in self._now("placements_end"):
+        for index, step in ends:
             placement = self.plan.placements[index]
             version = self._version(placement.value, step)
-            block = self.blocks.get(VersionPlace(Tier.DEVICE, version))
+            block = self.blocks.get((Tier.DEVICE, version))
             if block is None or not self._ends_here(block):
                 continue
             if version in goes_on:
@@ -327,9 +342,9 @@ class Replay:
                         f"value {placement.value} loses its place on the device while a transfer "
                         "reads or writes it",
                     )
-                self._release(VersionPlace(Tier.DEVICE, version))
+                self._release((Tier.DEVICE, version))
         for version, placement in goes_on.items():
-            if self.strict and VersionPlace(Tier.DEVICE, version) not in self.blocks:
+            if self.strict and (Tier.DEVICE, version) not in self.blocks:
                 self._fail(
                     "steady_state",
                     f"the step begins with value {placement.value} on the device and does not "
@@ -354,7 +369,7 @@ class Replay:
         needs, mutates = self.needs[self.position], self.mutates[self.position]
         for value in needs:
             self._check_resident(value, operator.name)
-        placements = self.events.get(self.position, BoundaryEvents()).placements_begin
+        placements = self.events.get(self.position, _NOTHING).placements_begin
         for value in self.makes[self.position]:
             if self.graph.num_bytes(value) and value not in placements:
                 self._fail(
@@ -440,7 +455,7 @@ class Replay:
         for storage in self.graph.storages:
             if storage.final is None or storage.persistent or not storage.num_bytes:
                 continue
-            block = self.blocks.get(VersionPlace(Tier.DEVICE, (storage.final, self.step - 1)))
+            block = self.blocks.get((Tier.DEVICE, (storage.final, self.step - 1)))
             if block is None or not block.complete:
                 self._fail("loss", f"{storage.name!r} is not on the device when the step ends")
 
@@ -451,7 +466,7 @@ class Replay:
         for storage in self.graph.storages:
             if storage.persistent and storage.num_bytes and storage.initial is not None:
                 version = self._version(storage.initial, self.step)
-                blocks = (self.blocks.get(VersionPlace(tier, version)) for tier in Tier)
+                blocks = (self.blocks.get((tier, version)) for tier in Tier)
                 if not any(block is not None and block.complete for block in blocks):
                     self._fail(
                         "persistent", f"{storage.name!r} is nowhere complete when the step ends"
@@ -460,16 +475,14 @@ class Replay:
     # Names.
 
     def _version(self, value: int, step: int) -> Version:
-        storage = self.graph.storages[self.graph.storage_of_value[value]]
-        if storage.persistent and storage.final is not None:
-            if storage.initial == storage.final == value:
-                return value, 0
-            if storage.initial == value:
-                return storage.final, step - 1
-        return value, step
+        renamed = self.renames.get(value)
+        if renamed is None:
+            return value, step
+        final, is_constant = renamed
+        return final, 0 if is_constant else step - 1
 
     def _device(self, value: int) -> VersionPlace:
-        return VersionPlace(Tier.DEVICE, self._version(value, self.step))
+        return (Tier.DEVICE, self._version(value, self.step))
 
     def _fail(self, rule: str, message: str, boundary: int | None = None) -> NoReturn:
         where = self.position if boundary is None else boundary

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from penstock.graph import StepGraph
 from penstock.memory import Tier
 from penstock.planner._plan import Plan
 
 Version = tuple[int, int]  # value, step
+VersionPlace = tuple[Tier, Version]
 TransferRun = tuple[int, int]  # transfer, step
 
 
@@ -23,13 +24,6 @@ class HeldVersion:
     complete: bool = False
     readers: set[TransferRun] = field(default_factory=set)  # transfers that read it
     writer: TransferRun | None = None  # the transfer that writes it
-
-
-class VersionPlace(NamedTuple):
-    """A version on a tier."""
-
-    tier: Tier
-    version: Version
 
 
 @dataclass
@@ -59,3 +53,36 @@ def list_accesses(
         mutates.append(pairs)
         seen.add(index)
     return needs, makes, mutates
+
+
+def list_renames(graph: StepGraph) -> dict[int, tuple[int, bool]]:
+    """Return, for each value that is filed as what the step before ends with, that value, and
+    whether all steps have the same.
+    """
+    return {
+        each.initial: (each.final, each.initial == each.final)
+        for each in graph.storages
+        if each.persistent and each.initial is not None and each.final is not None
+    }
+
+
+def describe_state(
+    blocks: Mapping[VersionPlace, HeldVersion],
+    renames: Mapping[int, tuple[int, bool]],
+    step: int,
+    boundary: int,
+) -> dict[VersionPlace, tuple[object, ...]]:
+    """Return what is held at a boundary, with steps and boundaries counted from there."""
+
+    def shift(version: Version) -> Version:
+        value, its_step = version
+        return version if renames.get(value) == (value, True) else (value, its_step - step)
+
+    return {
+        (tier, shift(version)): (
+            *(block.start, block.end, block.last - boundary, block.complete),
+            {(index, its_step - step) for index, its_step in block.readers},
+            None if block.writer is None else (block.writer[0], block.writer[1] - step),
+        )
+        for (tier, version), block in blocks.items()
+    }
