@@ -16,6 +16,7 @@ from penstock.errors import InfeasibleError
 from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
 from penstock.planner import Plan, plan
+from penstock.planner.paging import peak_of_program_order
 
 MACHINE = "v100-16gb-pcie3"
 LAYERS = {
@@ -65,11 +66,15 @@ def full_plan(case: str, optimizer: str) -> Plan:
 
 @functools.cache
 def plan_of(case: str, optimizer: str, share: float, tier: str, **options: Any) -> Plan:
-    """A plan for a share of what the full one needs, or for the least that is feasible."""
-    graph, full = graph_of(case, optimizer), full_plan(case, optimizer)
+    """The full plan, or one for a share as `plan_share` makes it."""
     if share >= 1:
-        return full
-    return plan_within(graph, int(full.peak_device_bytes * share), tier, **options)
+        return full_plan(case, optimizer)
+    return plan_share(graph_of(case, optimizer), share, tier, **options)
+
+
+def plan_share(graph: StepGraph, share: float, tier: str, **options: Any) -> Plan:
+    """A plan for a share of what the program takes, or for the least that is feasible."""
+    return plan_within(graph, int(peak_of_program_order(graph) * share), tier, **options)
 
 
 def plan_within(graph: StepGraph, device_bytes: int, tier: str, **options: Any) -> Plan:
@@ -140,12 +145,12 @@ def unlike_eager(
     store: Path,
     num_steps: int = 3,
     debug: bool = True,
+    shadow: int | None = None,
 ) -> list[str]:
     """Names of what differs between ordinary and planned training."""
     model, stepper = trainee(CASES[case], optimizer)
-    with bound(
-        case, optimizer, model, stepper, share=share, tier=tier, store=store, debug=debug
-    ) as step:
+    options: dict[str, Any] = {"store": store, "debug": debug, "shadow": shadow}
+    with bound(case, optimizer, model, stepper, share=share, tier=tier, **options) as step:
         torch.manual_seed(1)
         losses = [step(CASES[case].batch) for _ in range(num_steps)]
         found = everything(model, stepper, losses)

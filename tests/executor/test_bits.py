@@ -14,21 +14,34 @@ from _planned import CASES, MACHINE, bind, full_plan, graph_of, plan, trainee, u
 from penstock.errors import InfeasibleError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+# Each model of Transformers adds to a registry, which its forward pass reads.
+UNCHECKED = pytest.mark.filterwarnings(
+    "ignore:len.*changed since the step was captured:UserWarning"
+)
 MODELS = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "lstm")
-DEEP = {name: f"deep {name}" for name in MODELS if f"deep {name}" in CASES}
+DEEP = ("gpt2", "t5")  # whose layers share what they have: the others' are the same once more
 
 
+@UNCHECKED
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("case", MODELS)
 def test_a_quarter_of_the_memory_with_a_file(case, optimizer, store):
-    """Of more than one layer with SGD, whose update has few operators."""
-    case = DEEP.get(case, case) if optimizer == "sgd" else case
-    assert unlike_eager(case, optimizer, share=1 / 4, tier="file", store=store) == []
+    """Of more than one layer with SGD, whose update has few operators.
+
+    Steps are compared with the program, as is the default, where the optimizer is AdamW.
+    """
+    shadow = None
+    if optimizer == "sgd":
+        case, shadow = f"deep {case}" if case in DEEP else case, 0
+    options = {"share": 1 / 4, "tier": "file", "store": store, "shadow": shadow}
+    assert unlike_eager(case, optimizer, **options) == []
 
 
+@UNCHECKED
 @pytest.mark.parametrize("case", MODELS)
 def test_the_least_memory_with_the_host(case, store):
-    assert unlike_eager(case, "adamw", share=1 / 12, tier="host", store=store) == []
+    options = {"share": 1 / 12, "tier": "host", "store": store, "shadow": 0}
+    assert unlike_eager(case, "adamw", **options) == []
 
 
 @pytest.mark.parametrize("case", ["gpt2", "resnet"])
@@ -71,7 +84,7 @@ def losses_of(planned):
     case = CASES["lstm"]
     model, stepper = trainee(case, "adamw")
     graph = graph_of("lstm", "adamw")
-    with bind(planned, model, stepper, graph=graph, loss=case.loss, debug=True) as step:
+    with bind(planned, model, stepper, graph=graph, loss=case.loss, debug=True, shadow=0) as step:
         return [step(case.batch).item() for _ in range(3)]
 
 

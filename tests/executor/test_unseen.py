@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import penstock
-from _planned import differences, everything, plan_within
+from _planned import differences, everything, plan_share
 from penstock.errors import CaptureError, GraphFileError, PenstockError
 from penstock.executor import PlannedStep, bind
 from penstock.graph import StepGraph, capture
@@ -54,27 +54,26 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def bound(model: Any, stepper: Any, batch: Any, share: float) -> PlannedStep:
-    return bound_as(captured(model, stepper, batch), model, stepper, share)
+    return bound_as(planned(capture(model, stepper, batch), share), model, stepper)
 
 
-def captured(model: Any, stepper: Any, batch: Any) -> tuple[StepGraph, Plan]:
-    graph = capture(model, stepper, batch)
+def planned(graph: StepGraph, share: float = 1) -> tuple[StepGraph, Plan]:
+    """A plan for a share of the memory that the program takes."""
+    if share < 1:
+        return graph, plan_share(graph, share, "host")
     return graph, plan(graph, machine=MACHINE, time_limit=0.05)
 
 
-def bound_as(planned: tuple[StepGraph, Plan], model: Any, stepper: Any, share: float = 1) -> Any:
-    """Bind a plan for a share of the memory that the whole one takes."""
-    graph, found = planned
-    if share < 1:
-        found = plan_within(graph, int(found.peak_device_bytes * share), "host")
-    return bind(found, model, stepper, graph=graph, debug=True)
+def bound_as(found: tuple[StepGraph, Plan], model: Any, stepper: Any) -> PlannedStep:
+    """Bind a plan, of another model perhaps."""
+    return bind(found[1], model, stepper, graph=found[0], debug=True)
 
 
 @functools.cache
-def plain() -> tuple[StepGraph, Plan]:
+def plain(share: float = 1) -> tuple[StepGraph, Plan]:
     """The step of another model with a ReLU between its layers."""
     model = Model()
-    return captured(model, sgd(model.parameters()), batches()[0])
+    return planned(capture(model, sgd(model.parameters()), batches()[0]), share)
 
 
 def unlike_eager(
@@ -88,15 +87,15 @@ def unlike_eager(
     """Train eagerly and as planned for each share of memory, with another batch each time; returns
     what differs.
     """
-    ends, planned = [], None
+    ends, graph = [], None
     for share in (None, *shares):
         torch.manual_seed(0)
         model = make()
         stepper = optimizer(model.parameters())
         step = None
         if share is not None:
-            planned = planned or captured(model, stepper, batches[0])
-            step = bound_as(planned, model, stepper, share)
+            graph = graph or capture(model, stepper, batches[0])
+            step = bound_as(planned(graph, share), model, stepper)
         torch.manual_seed(1)
         losses = []
         for number, batch in enumerate(batches):
@@ -364,7 +363,7 @@ def test_a_step_that_would_be_another_one_is_refused(message):
 def test_the_mode_at_the_capture_is_part_of_the_graph():
     model = Model()
     stepper = sgd(model.parameters())
-    graph, found = captured(model, stepper, batches()[0])
+    graph, found = planned(capture(model, stepper, batches()[0]))
     model.eval()
     with pytest.raises(GraphFileError, match="in evaluation mode and was not"):
         bind(found, model, stepper, graph=graph)
@@ -454,7 +453,7 @@ def test_shared_memory_is_refused():
 
 def test_a_forked_process_is_told():
     model = Model()
-    with bound_as(plain(), model, sgd(model.parameters()), 0.5) as step:
+    with bound_as(plain(0.5), model, sgd(model.parameters())) as step:
         step(batches()[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this process has threads
