@@ -35,9 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "evaluations": {"eval_strategy": "steps", "eval_steps": 2, **ONE_FORM},
     "accumulation": {"gradient_accumulation_steps": 2, "num_samples": 16},
-    "label smoothing": {"label_smoothing_factor": 0.1},
+    "label smoothing": {"label_smoothing_factor": 0.1, **ONE_FORM},
     "own loss": {"kind": HalvingTrainer, **ONE_FORM},
-    "bf16": {"bf16": True},
+    "bf16": {"bf16": True, **ONE_FORM},
     "without clipping": {"max_grad_norm": 0.0, **ONE_FORM},
     "accumulation of means": {
         "kind": HalvingTrainer,
