@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="Trainer needs it")
 
 import transformers
 
-from _trainers import BATCH, BUDGET, PLAN, assert_same, outcome_of, trainer_of
+from _trainers import BATCH, BUDGET, PLAN, SPLITTING, assert_same, outcome_of, trainer_of
 from penstock.integrations.transformers import plan_trainers, plan_training
 from penstock.units import parse_bytes
 
@@ -53,7 +53,8 @@ def test_a_planned_trainer_is_the_trainer_bit_for_bit(tmp_path, case):
     expected = trainer_of(tmp_path / "a", **CASES[case])
     expected.train()
     trainer = trainer_of(tmp_path / "b", **CASES[case])
-    training = plan_training(trainer, **PLAN)
+    budget = SPLITTING if case == "plain" else BUDGET
+    training = plan_training(trainer, **{**PLAN, "device_memory": budget})
     assert training.report() is None
     trainer.train()
     assert_same(outcome_of(trainer), outcome_of(expected))
@@ -63,7 +64,7 @@ def test_a_planned_trainer_is_the_trainer_bit_for_bit(tmp_path, case):
     assert report.num_plans == len(report.plans) == (1 if "num_samples" in CASES[case] else 2)
     assert "planned steps" in str(report)
     assert len(report.to_dict()["plans"]) == len(report.plans)
-    assert report.arena_bytes + report.workspace_bytes <= parse_bytes(BUDGET, name="budget")
+    assert report.arena_bytes + report.workspace_bytes <= parse_bytes(budget, name="budget")
     assert sum(report.moved_bytes.values()) > 0
 
 
