@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -269,7 +270,7 @@ class MachineProfile:
 def _read_plain(kind: Any, data: Any) -> Any:
     """Return a value of a type from the plain data that JSON has for it."""
     if is_dataclass(kind):
-        types, make = get_type_hints(kind), cast(Any, kind)
+        types, make = _find_types(kind), cast(Any, kind)
         given = [each.name for each in fields(kind) if each.name in data]
         return make(**{name: _read_plain(types[name], data[name]) for name in given})
     origin, parts = get_origin(kind), get_args(kind)
@@ -282,6 +283,9 @@ def _read_plain(kind: Any, data: Any) -> Any:
     if origin is UnionType:  # with None
         return None if data is None else _read_plain(parts[0], data)
     return kind(data)
+
+
+_find_types = functools.cache(get_type_hints)  # takes longer than all else where a plan is read
 
 
 # Machines that are not there, from published figures times what is reached. The rates of arithmetic
