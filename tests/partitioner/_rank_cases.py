@@ -105,6 +105,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+@functools.cache
 def train_alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and the state of a process that trains alone."""
     model, batch, loss = make(name)
@@ -124,11 +125,17 @@ class Case(NamedTuple):
     partition: Partition
 
 
-def make_case(name: str, method: str, num_ranks: int) -> Case:
-    """A model's step, split in some way."""
+@functools.cache
+def capture_step(name: str) -> StepGraph:
+    """A model's step, which fits each model that `make` gives by that name."""
     model, batch, loss = make(name)
     graph = penstock.capture(model, make_optimizer(model), batch, loss=loss)
-    graph = dataclasses.replace(graph, captured=None)
+    return dataclasses.replace(graph, captured=None)
+
+
+def make_case(name: str, method: str, num_ranks: int) -> Case:
+    """A model's step, split in some way."""
+    graph = capture_step(name)
     found = partition(graph, devices=num_ranks, machine=machine("h100-80gb"), method=method)
     check(graph, found)
     return Case(name, method, graph, found)

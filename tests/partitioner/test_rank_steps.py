@@ -10,7 +10,6 @@ pytest.importorskip("torch.distributed.tensor", reason="this torch was built wit
 
 import _lockstep
 import _rank_cases
-import penstock
 from penstock.errors import PlanError
 from penstock.graph.bindings import bind_batch, bind_group_tensors, bind_numbers, find_entries
 from penstock.graph.fsdp.shards import ShardedModel
@@ -36,7 +35,7 @@ def test_pieces_after_a_step_are_those_of_the_whole(case: tuple[str, str, int]):
     name, method, num_ranks = case
     model, batch, loss = _rank_cases.make(name)
     optimizer = _rank_cases.make_optimizer(model)
-    graph = penstock.capture(model, optimizer, batch, loss=loss)
+    graph = _rank_cases.capture_step(name)
     profile = machine("h100-80gb")
     found = partition(graph, devices=num_ranks, machine=profile, method=method)
     entries = find_entries(graph, model, loss, optimizer, ShardedModel(model))
