@@ -8,10 +8,8 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from graph_cases import GraphBuilder, chain_step, machine, random_graph, request, step_graphs
+from graph_cases import GraphBuilder, chain_step, machine, random_graph, request
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.memory import Link, LinkProfile
@@ -113,26 +111,25 @@ def program(graph, seconds):
     return OperatorSequence(Problem(graph, seconds), np.arange(len(graph.operators)))
 
 
-@settings(max_examples=500)
-@given(st.data())
-def test_plans_pass_the_checker(data):
-    graph = data.draw(step_graphs(max_operators=14))
-    seconds = data.draw(
-        st.lists(st.floats(0.01, 10), min_size=len(graph.operators), max_size=len(graph.operators))
-    )
+@pytest.mark.parametrize("seed", range(330))
+def test_plans_pass_the_checker(seed):
+    """Plans for random steps, each another one: of 500 examples of hypothesis, 324 were."""
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randint(1, 14))
+    seconds = [rng.uniform(0.01, 10) for _ in graph.operators]
     sequence = program(graph, seconds)
     least, most = int(sequence.working_set.max(initial=0)), int(sequence.base.max(initial=0))
-    share = data.draw(st.floats(0, 1))
+    share = rng.choice([0.0, 1.0, *(rng.random() for _ in range(6))])
     workspace = max((operator.workspace_bytes for operator in graph.operators), default=0)
     device_bytes = least + int(share * (most - least)) + workspace
     options = {
-        "reorder": data.draw(st.booleans()),
-        "recompute": data.draw(st.booleans()),
-        "rate": data.draw(st.sampled_from([16.0, 256.0, 1e6])),
-        "links": data.draw(st.sampled_from([LINKS, LINKS + FILE_LINKS])),
+        "reorder": rng.random() < 0.5,
+        "recompute": rng.random() < 0.5,
+        "rate": rng.choice([16.0, 256.0, 1e6]),
+        "links": rng.choice([LINKS, LINKS + FILE_LINKS]),
     }
     if len(options["links"]) > 1:
-        options["host_bytes"] = data.draw(st.integers(0, most))
+        options["host_bytes"] = rng.choice([0, most, rng.randint(0, most)])
     failure = None
     try:
         plan = planned(graph, seconds, device_bytes, time_limit=0.05, **options)
