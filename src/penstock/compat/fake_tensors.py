@@ -22,11 +22,23 @@ __all__ = [
     "make_contiguous_strides_for",
     "make_fake",
     "make_parameter",
+    "new_mode",
     "suggest_memory_format",
 ]
 
 _Attributes = dict[torch.device, tuple[torch.device, dict[str, Any]]]
 _attributes: WeakKeyDictionary[FakeTensorMode, _Attributes] = WeakKeyDictionary()
+
+
+def new_mode() -> FakeTensorMode:
+    """Return a mode that calls fake kernels without torch's cache of their results.
+
+    Captures have one of their own, and making a key and an entry of torch's takes as long as most
+    fake kernels.
+    """
+    mode = FakeTensorMode()
+    mode.cache_enabled = False
+    return mode
 
 
 def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:

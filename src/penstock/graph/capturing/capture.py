@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from penstock.compat.autocast import outside_autocast
-from penstock.compat.fake_tensors import FakeTensor, FakeTensorMode
+from penstock.compat.fake_tensors import FakeTensor, new_mode
 from penstock.errors import CaptureError
 from penstock.graph.batches import constants_in, is_full_mask, replace_tensors, tensors_in
 from penstock.graph.capturing._conditions import (
@@ -153,7 +153,7 @@ def _record_step(
     root = nn.ModuleDict(program.roots())
     sharded = ShardedModel(model, loss)
     local = sharded.locals_of(optimizer)
-    mode = FakeTensorMode()
+    mode = new_mode()
     device = find_device_type(root, batch)
     tracer = _Tracer(program, root, sharded, FakeTensors(mode, torch.device(device), local))
     lines = ProgramLines()
@@ -211,7 +211,7 @@ def verify(record: CaptureRecord, program: StepProgram, device: str) -> None:
         program = program._replace(before_step=None)
     check_model(program.model)  # it may have got hooks
     root = nn.ModuleDict(program.roots())
-    mode = FakeTensorMode()
+    mode = new_mode()
     fakes = FakeTensors(mode, torch.device(device), below=device != "cpu")
     tracer = _Tracer(program, root, ShardedModel(program.model, program.loss), fakes)
     with isolate_capture(), mode:
