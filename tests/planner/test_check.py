@@ -1,6 +1,7 @@
 """The checker accepts every right plan and names the rule that a wrong one breaks."""
 
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -270,6 +271,7 @@ FAULTS = {
 }
 
 
+@functools.cache
 def stated() -> tuple[StepGraph, Plan]:
     """A plan of the planner, whose statements all follow from its graph and machine."""
     graph = chain_step(2, weight_bytes=2**21, activation_bytes=2**22)
