@@ -96,9 +96,11 @@ def test_what_is_no_matter_of_forms_is_not_kept(made):
             assert view.storage_offset() == operand.storage_offset()
         for _ in range(2):
             assert run(aten.relu_.default, (x,), {}) is x
-            changed = run(aten._unsafe_view.default, (x, [6, 4]), {})
+        for operand in (x, x.clone()):
+            changed = run(aten._unsafe_view.default, (operand, [6, 4]), {})
             assert isinstance(changed, FakeTensor)
-    assert set(made) == {"add", "t", "relu_"}
+            assert changed.untyped_storage()._cdata == operand.untyped_storage()._cdata
+    assert set(made) == {"add", "t", "relu_", "_unsafe_view"}
 
 
 def test_new_ones_are_as_torchs_own_and_let_their_mode_die():

@@ -36,6 +36,8 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""No view, as its operand is not used again, but in its operand's memory all the same."""
 
 _UNTRACED = {FakeTensor, *_PLAIN}
 
@@ -56,7 +58,7 @@ class _ResultForms(NamedTuple):
     Attributes:
         container: `tuple` or `list`; None where the result is a tensor.
         forms: Of its tensors; None for a result that was not asked for.
-        is_view: Whether it views the first operand.
+        is_view: Whether it lies in the memory of the first operand.
         is_first: Whether it is the first operand, which was written.
     """
 
@@ -237,7 +239,7 @@ def _forms_of(func: OpOverload, result: Any, operands: list[FakeTensor]) -> _Res
     storages = [each.untyped_storage() for each in tensors]
     identities = [storage._cdata for storage in storages]
     taken = {each.untyped_storage()._cdata for each in operands}
-    if func.is_view:
+    if func.is_view or func is _UNSAFE_VIEW:
         first = operands[0]
         is_its_view = identities == [first.untyped_storage()._cdata] and tensors[0] is not first
         return _ResultForms(container, forms, is_view=True) if is_its_view else None
