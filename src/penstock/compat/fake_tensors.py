@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 __all__ = [
+    "UNSAFE_VIEW",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -25,6 +26,9 @@ __all__ = [
     "new_mode",
     "suggest_memory_format",
 ]
+
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""No view, as its operand is not used again, but in its operand's memory all the same."""
 
 _Attributes = dict[torch.device, tuple[torch.device, dict[str, Any]]]
 _attributes: WeakKeyDictionary[FakeTensorMode, _Attributes] = WeakKeyDictionary()

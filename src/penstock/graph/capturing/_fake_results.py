@@ -14,6 +14,7 @@ import torch
 
 from penstock.compat.dispatch import OpOverload, no_dispatch
 from penstock.compat.fake_tensors import (
+    UNSAFE_VIEW,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -36,8 +37,6 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
-_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-"""No view, as its operand is not used again, but in its operand's memory all the same."""
 
 _UNTRACED = {FakeTensor, *_PLAIN}
 
@@ -239,7 +238,7 @@ def _forms_of(func: OpOverload, result: Any, operands: list[FakeTensor]) -> _Res
     storages = [each.untyped_storage() for each in tensors]
     identities = [storage._cdata for storage in storages]
     taken = {each.untyped_storage()._cdata for each in operands}
-    if func.is_view or func is _UNSAFE_VIEW:
+    if func.is_view or func is UNSAFE_VIEW:
         first = operands[0]
         is_its_view = identities == [first.untyped_storage()._cdata] and tensors[0] is not first
         return _ResultForms(container, forms, is_view=True) if is_its_view else None
