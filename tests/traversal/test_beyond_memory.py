@@ -60,7 +60,7 @@ if where == "memory":
 
 def run(graph, features, store):
     store.mkdir()
-    return infer_layers(graph, features, layers, max_bytes=budget_bytes // 6, store=store)
+    return infer_layers(graph, features, layers, max_bytes=budget_bytes // 8, store=store)
 
 
 small = CSRGraph([0, 1, 2], [1, 0]).save(directory / "small")
