@@ -32,6 +32,7 @@ _ATTEMPTS = 7  # to find a paged step that has addresses within the budget
 _MORE = 0.002  # of the capacity that is given up beyond what the last packing lacked
 _CLOSE = 0.02  # of the capacity: what lacks addresses and what has them need not be closer
 PACK_SECONDS = 2.0  # for the addresses of one paged step
+_SECONDS_OF_BUFFER = 5e-3  # those that fit were found in a tenth of it; the others take all of it
 
 
 def plan_by_paging(
@@ -270,7 +271,8 @@ def assign_offsets(
     lasting = [allocation.num_bytes for allocation in paged.permanent]
     lasting += [step.num_bytes[value] for value in paged.resident]
     buffers += [Buffer(0, num_positions, size, alignment=unit) for size in lasting]
-    left = min(PACK_SECONDS, max(deadline - time.monotonic(), 0.0))
+    most = min(PACK_SECONDS, _SECONDS_OF_BUFFER * len(buffers))
+    left = min(most, max(deadline - time.monotonic(), 0.0))
     try:
         packing = pack(buffers, capacity=capacity, time_limit=left, seed=seed)
     except InfeasibleError as error:
