@@ -7,6 +7,7 @@ fails returns is its traceback.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,16 +28,18 @@ from penstock.codegen import _cache
 from penstock.errors import CaptureError
 from penstock.executor import PlannedStep, average_gradients, bind
 from penstock.graph import StepGraph, capture, run
+from penstock.memory._caches import measure_pages
 from penstock.planner import Plan, plan
 from penstock.planner.paging import peak_of_program_order
 
-NUM_RANKS, NUM_STEPS, NUM_WORDS = 2, 4, 11
+NUM_RANKS, NUM_STEPS, NUM_WORDS = 2, 3, 11
 MACHINE = "h200"
 # How well the machine is measured is not what a case is about.
 QUICK_PROBE: dict[str, Any] = {
     **{"_LINK_SECONDS": 0.0, "_RUN_SECONDS": 0.0, "_BOTH_WAYS_SECONDS": 0.01},
     **dict.fromkeys(("_MEMCPY_BYTES", "_REQUEST_BYTES", "_CACHE_RUN_BYTES"), 2**20),
     **{"_MATRIX_ROWS": {"cpu": 64}, "_VECTOR_BYTES": {"cpu": 2**16}},
+    "measure_pages": functools.partial(measure_pages, num_runs=2, num_bytes=2**22),
 }
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
@@ -129,8 +132,12 @@ def sharded(
     return build
 
 
-PLAIN, FUSED = sharded(), sharded(fused)  # of several cases, which share their captured steps
+ONE_BLOCK = {"num_blocks": 1}  # where neither a second block nor single operators matter
+small = functools.partial(sharded, fused, model_options=ONE_BLOCK)
+# Of several cases, which share their captured steps.
+PLAIN, FUSED, SMALL = sharded(), sharded(fused), small()
 _graphs: dict[Build, StepGraph] = {}
+_eager_ends: dict[Build, dict[str, torch.Tensor]] = {}  # of training with nothing in between
 _plans: dict[tuple[str, float, str], Plan] = {}  # by the graph's digest
 
 
@@ -216,9 +223,12 @@ def own_part(tensor: Any) -> torch.Tensor:
 def everything(
     model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """All that training changes, copied: parameters gathered, and this rank's part of the state."""
+    """All that training changes, copied: this rank's part of parameters and state.
+
+    The other rank compares the other part; "saved" gathers both.
+    """
     found = {f"loss.{number}": loss for number, loss in enumerate(losses)}
-    found |= {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    found |= {name: own_part(tensor) for name, tensor in model.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
         found |= {f"state.{number}.{key}": own_part(value) for key, value in state.items()}
     found["random"] = torch.get_rng_state()
@@ -237,16 +247,21 @@ def unlike_eager(
     build: Build,
     store: Path,
     *,
-    between: Between = lambda *_: None,
+    between: Between | None = None,
     before_step: Callable[[nn.Module], Callable[[], object]] | None = None,
     ways: Sequence[dict[str, Any]] = ({},),
 ) -> list[str]:
     """Names of what differs between eager and planned training, with the same deeds in between.
 
-    It is trained eagerly, and then in each way to plan.
+    It is trained eagerly, and then in each way to plan. Models of the same build without deeds are
+    trained eagerly once for all cases.
     """
     ends, graph = [], None
     for way in (None, *ways):
+        is_plain = between is None and before_step is None
+        if way is None and is_plain and build in _eager_ends:
+            ends.append(_eager_ends[build])
+            continue
         model, optimizer = build()
         before = None if before_step is None else before_step(model)
         step = None
@@ -258,7 +273,8 @@ def unlike_eager(
         torch.manual_seed(1)
         losses, kept = [], {}
         for number, batch in enumerate(batches()):
-            between(model, optimizer, number, kept)
+            if between is not None:
+                between(model, optimizer, number, kept)
             if step is None:
                 losses.append(eager_step(model, optimizer, batch, before))
             else:
@@ -270,6 +286,8 @@ def unlike_eager(
         after = everything(model, optimizer, losses)
         kept = {name: each for name, each in kept.items() if isinstance(each, torch.Tensor)}
         ends.append(found | {f"closed.{name}": each for name, each in after.items()} | kept)
+        if way is None and is_plain:
+            _eager_ends[build] = ends[0]
     eager, *others = ends
     return [name for each in others for name in differing(eager, each)]
 
@@ -300,7 +318,7 @@ def back_to_the_first(model: nn.Module, optimizer: Any, number: int, kept: dict[
     if number == 1:
         kept["model"] = copy.deepcopy(model.state_dict())
         kept["optimizer"] = copy.deepcopy(optimizer.state_dict())
-    if number == 3:
+    if number == 2:
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
 
@@ -309,13 +327,13 @@ def assign_the_first(model: nn.Module, optimizer: Any, number: int, kept: dict[s
     """New DTensors take the place of the old ones; of an optimizer without state."""
     if number == 1:
         kept["model"] = copy.deepcopy(model.state_dict())
-    if number == 3:
+    if number == 2:
         model.load_state_dict(kept["model"], assign=True)
         optimizer.param_groups[0]["params"] = list(model.parameters())
 
 
 def step_eagerly(model: nn.Module, optimizer: Any, number: int, kept: dict[str, Any]) -> None:
-    if number in (1, 3):
+    if number:
         kept[f"eager.{number}"] = eager_step(model, optimizer, batches()[number])
 
 
@@ -325,7 +343,7 @@ def half_frozen(model: Transformer) -> None:
 
 
 def with_gradients_in_float64() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, optimizer = sharded()()
+    model, optimizer = SMALL()
     model.head.weight.grad_dtype = torch.float64
     return model, optimizer
 
@@ -334,7 +352,7 @@ def accumulated(store: Path) -> list[str]:
     """Micro-batches, each reduced by itself as FSDP2 does by default."""
     ends = []
     for is_planned in (False, True):
-        model, optimizer = sharded()()
+        model, optimizer = sharded(momentum, model_options=ONE_BLOCK)()
         parts = [*batches()[:2]]
         losses = []
         if is_planned:
@@ -381,7 +399,7 @@ def run_by_operators(store: Path) -> list[str]:
 
 def fitted(store: Path) -> list[str]:
     """Measured, planned, kept and found again, by both ranks at once."""
-    model, optimizer = sharded()()
+    model, optimizer = SMALL()
     losses = []
     for _ in range(2):
         with (
@@ -398,11 +416,11 @@ def two_shapes(store: Path) -> list[str]:
     """Plans for batches of two shapes take turns in one memory."""
     ends = []
     for is_planned in (False, True):
-        model, optimizer = PLAIN()
+        model, optimizer = FUSED()
         step = None
         if is_planned:
             graphs = [
-                graph_of(PLAIN, model, optimizer),
+                graph_of(FUSED, model, optimizer),
                 capture(model, optimizer, batches()[0][:3], loss=loss_of),
             ]
             (first, one), *others = [
@@ -417,7 +435,7 @@ def two_shapes(store: Path) -> list[str]:
             )
         torch.manual_seed(1)
         losses = []
-        for rows, batch in zip((4, 3, 3, 4), batches(), strict=True):
+        for rows, batch in zip((4, 3, 3, 4), [*batches(), batches()[0]], strict=True):
             if step is None:
                 losses.append(eager_step(model, optimizer, batch[:rows]))
             else:
@@ -432,7 +450,7 @@ def gathered_bytes(store: Path) -> dict[str, Any]:
     """Return a step's peak at two depths, with and without freeing whole parameters."""
     found: dict[str, Any] = {}
     for name, reshards in (("kept", False), ("freed", True)):
-        for depth in (2, 4):
+        for depth in (1, 2):
             options = {"num_blocks": depth, "width": 33, "hidden": 127}
             model, optimizer = sharded(
                 momentum, reshard_after_forward=reshards, model_options=options
@@ -488,7 +506,7 @@ def on_meta() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def unsynchronised() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, optimizer = sharded()()
+    model, optimizer = SMALL()
     model.set_requires_gradient_sync(False)  # pyright: ignore
     return model, optimizer
 
@@ -501,20 +519,20 @@ def decayed(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Te
 
 
 def with_decay(store: Path) -> str:
-    model, optimizer = sharded()()
+    model, optimizer = SMALL()
     loss = decayed(model)
     return refusal(lambda: capture(model, optimizer, batches()[0], loss=loss))
 
 
 def recovered(store: Path) -> list[str]:
     """After a capture that has failed in the middle of a forward pass FSDP2 works as before."""
-    model, optimizer = sharded()()
-    inner: Any = model.get_submodule("blocks.1.up")
+    model, optimizer = SMALL()
+    inner: Any = model.get_submodule("blocks.0.up")
     hook = inner.register_forward_pre_hook(lambda module, args: args[0].sum().item())
     message = refusal(lambda: capture(model, optimizer, batches()[0], loss=loss_of))
     hook.remove()
     ends = []
-    for each in ((model, optimizer), sharded()()):
+    for each in ((model, optimizer), SMALL()):
         torch.manual_seed(1)
         ends.append(everything(*each, [eager_step(*each, batch) for batch in batches()[:2]]))
     return differing(*ends) + ([] if "item()" in message else [message])
@@ -553,20 +571,20 @@ CASES: dict[str, Callable[[Path], Any]] = {
     # Names of what differs from eager training.
     "adamw": unlike(PLAIN, {}, TIGHT_HOST, TIGHT_FILE),
     "momentum": unlike(sharded(momentum), {}, TIGHT_HOST, TIGHT_FILE),
-    "clipped": unlike(sharded(), TIGHT_HOST, before_step=clip),
+    "clipped": unlike(FUSED, TIGHT_HOST, before_step=clip),
     "clipped to the largest": unlike(
-        sharded(change=lambda model: model.scale.requires_grad_(False)),
+        sharded(momentum, change=lambda model: model.scale.requires_grad_(False)),
         before_step=lambda model: clip(model, float("inf")),
     ),
     "accumulated": accumulated,
-    "kept whole": unlike(sharded(reshard_after_forward=False)),
-    "root given up": unlike(sharded(of_root={"reshard_after_forward": True})),
-    "several modules in one": unlike(sharded(shared=True)),
-    "tied": unlike(sharded(model_options={"tied": True})),
-    "frozen": unlike(sharded(change=half_frozen)),
-    "checkpoints": unlike(sharded(model_options={"recompute": True})),
-    "bfloat16": unlike(sharded(mp_policy=HALF)),
-    "bfloat16, no reduce_dtype": unlike(sharded(mp_policy=COMPUTED_IN_HALF)),
+    "kept whole": unlike(small(reshard_after_forward=False)),
+    "root given up": unlike(small(of_root={"reshard_after_forward": True})),
+    "several modules in one": unlike(sharded(fused, shared=True)),
+    "tied": unlike(small(model_options=ONE_BLOCK | {"tied": True})),
+    "frozen": unlike(small(change=half_frozen)),
+    "checkpoints": unlike(small(model_options=ONE_BLOCK | {"recompute": True})),
+    "bfloat16": unlike(small(mp_policy=HALF)),
+    "bfloat16, no reduce_dtype": unlike(small(mp_policy=COMPUTED_IN_HALF)),
     "evaluated": unlike(PLAIN, TIGHT_FILE, between=evaluate),
     "saved": unlike(PLAIN, TIGHT_FILE, between=save),
     "changed in place": unlike(FUSED, TIGHT_HOST, between=change_in_place),
@@ -580,7 +598,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "eager fused steps": unlike(FUSED, TIGHT_HOST, between=step_eagerly),
     "operator by operator": run_by_operators,
     "fitted": fitted,
-    "captured when bound": unlike(PLAIN, {"with_first_batch": True}),
+    "captured when bound": unlike(SMALL, {"with_first_batch": True}),
     "two shapes": two_shapes,
     "after a refusal": recovered,
     # Numbers.
@@ -605,11 +623,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "refused: meta": refused(on_meta),
     "refused: unsynchronised": refused(unsynchronised),
     "refused: outside": with_decay,
-    "refused: own norm": refused(sharded(), before_step=local_norms),
-    "refused: averaged": refused(
-        sharded(), before_step=lambda model: lambda: average_gradients(model)
-    ),
-    "refused: optimizer": refused(sharded(Normalized)),
+    "refused: own norm": refused(SMALL, before_step=local_norms),
+    "refused: averaged": refused(SMALL, before_step=lambda model: lambda: average_gradients(model)),
+    "refused: optimizer": refused(sharded(Normalized, model_options=ONE_BLOCK)),
 }
 
 
