@@ -187,6 +187,13 @@ def test_a_start_in_an_invariant_subspace_misses_nothing(k: int):
     torch.testing.assert_close(pairs.values, wanted(spectrum, k, "LA"), rtol=0, atol=1e-12)
 
 
+def test_an_operator_of_zeros():
+    pairs = eigs(SymmetricOperator(lambda v: 0 * v, 6000, dtype=torch.float64), 3)
+    assert pairs.values.tolist() == [0.0] * 3
+    assert float(pairs.residuals.max()) == 0
+    assert pairs.report.num_restarts < 20
+
+
 @pytest.mark.parametrize(
     ("shape", "k", "most_restarts", "most_products"),
     [((2000,), 20, 16, 8000), ((15, 15, 15), 20, 8, 2000)],  # 33 restarts and 3090 products

@@ -145,8 +145,8 @@ class _LentDescriptor:
     def __exit__(self, *_: object) -> None:
         file = self._file
         with file._fd_lock:
+            self._is_lent = False  # first: a descriptor must not be given back twice
             file._num_users -= 1
-            self._is_lent = False
             close_now = file._closed and file._num_users == 0
         if close_now and file._generation == _fork.generation():
             os.close(file._fd)

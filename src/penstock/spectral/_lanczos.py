@@ -153,6 +153,8 @@ class ThickRestartLanczos:
         if len(self._excesses) % _REFINE:
             return False
         before, excess = self._excesses[-_REFINE], self._excesses[-1]
+        if not excess < before:
+            return True
         rate = math.log(before / excess) / (_REFINE - 1)
         return math.log(excess) > _MANY * rate
 

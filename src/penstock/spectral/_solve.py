@@ -267,7 +267,7 @@ class StandardSolution:
             found = chebyshev.eigenvalues(values).clamp(min=0).sqrt()
             least = 0.25 * float(found.max())
             slopes = chebyshev.slopes(values) * 2 * found.clamp(min=max(least, 1e-300))
-        wanted = self._tolerances(found) * slopes
+        wanted = (self._tolerances(found) * slopes).clamp(min=1e-300)  # of zeros residuals are 0
         return float((pairs.residuals[:k] / wanted).max())
 
     # ------------------------------------------------------------------ the end
