@@ -372,28 +372,6 @@ def test_selecting_sequences():
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_masks_in_memory(dtype: torch.dtype):
-    model, tokens = make_model("llama"), make_prompt(64, batch_size=1)["input_ids"]
-    seen = torch.rand(64, 64, generator=torch.Generator().manual_seed(2)) < 0.7
-    seen = (seen | torch.eye(64, dtype=torch.bool)).tril()[None, None]
-    mask = seen
-    if dtype != torch.bool:
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(dtype).min)
-    with torch.no_grad():
-        theirs = model(input_ids=tokens, attention_mask=mask).logits
-        with make_cache(model) as cache:
-            parts = [
-                model(
-                    input_ids=tokens[:, a:b],
-                    attention_mask=mask[:, :, a:b, :b],
-                    past_key_values=cache,
-                ).logits
-                for a, b in ((0, 30), (30, 33), (33, 64))
-            ]
-    torch.testing.assert_close(torch.cat(parts, 1), theirs, atol=1e-4, rtol=1e-4)
-
-
 def test_a_model_without_the_cache_computes_as_before():
     for kind in ("llama", "gemma2", "t5"):
         model, prompt = make_model(kind), make_prompt(100)

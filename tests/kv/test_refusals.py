@@ -164,51 +164,6 @@ def test_another_attention_implementation():
             generate(model, prompt, 2, past_key_values=cache)
 
 
-def test_masks_that_are_not_index_based():
-    from transformers.masking_utils import create_causal_mask
-
-    model = make_model("llama")
-    with make_cache(model) as cache, pytest.raises(PenstockError, match="or_mask_function"):
-        create_causal_mask(
-            config=model.config,
-            inputs_embeds=torch.zeros(1, 4, 64),
-            attention_mask=None,
-            past_key_values=cache,
-            or_mask_function=lambda b, h, q, k: q == k,
-        )
-
-
-def test_uses_of_the_mask():
-    from transformers.masking_utils import create_causal_mask
-
-    model = make_model("llama")
-    with make_cache(model) as cache:
-        mask: Any = create_causal_mask(
-            config=model.config,
-            inputs_embeds=torch.zeros(1, 4, 64),
-            attention_mask=None,
-            past_key_values=cache,
-        )
-        assert (mask.shape, mask.dtype) == ((1, 1, 4, 4), torch.bool)
-        assert mask[:, :, -1:].shape == (1, 1, 1, 4)
-        assert mask[:, :, 1:3, :4].in_memory()[0, 0].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
-        for index in ((..., slice(2)), 0, (slice(None),) * 3 + (slice(2),), (0, 0)):
-            with pytest.raises(PenstockError, match="cuts the attention mask"):
-                mask[index]
-        with pytest.raises(AttributeError, match="'to'"):
-            mask.to(torch.float32)
-        uses = (
-            lambda: torch.zeros(1, 1, 4, 4) + mask,
-            lambda: torch.where(mask, 0.0, 1.0),
-            lambda: 1.0 - mask,
-            lambda: ~mask,
-            lambda: mask == 0,
-        )
-        for use in uses:
-            with pytest.raises(PenstockError, match="computes with"):
-                use()
-
-
 def test_copies():
     for kind in ("llama", "t5"):
         model = make_model(kind)

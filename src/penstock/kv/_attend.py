@@ -161,6 +161,7 @@ class _Step:
         num_rows: Rows of queries that share a KV head.
         first_block: Number of the first column.
         has_tail: Whether the tail was attended to.
+        sees_all: Whether each query sees all tokens of the call, which begin in the first column.
     """
 
     def __init__(self, call: _LayerCall, state: LayerBlocks, is_noted: bool) -> None:
@@ -177,12 +178,10 @@ class _Step:
         self.first_block = call.first_token // T
         self._num_columns = state.num_blocks - self.first_block
         start = self.first_block * T
-        seen = call.visibility.of_call(query.shape[2], start, state.num_tokens)
+        seen = call.visibility.of_call(query.shape[2], call.first_token, state.num_tokens)
+        self.sees_all = seen is None
+        seen = _hide_before(seen, call.first_token - start, state.num_tokens - start, query.device)
         bias = rule.bias
-        if call.first_token > start:
-            shape = (1, 1, 1, state.num_tokens - start)
-            seen = query.new_ones(shape, dtype=torch.bool) if seen is None else seen.clone()
-            seen[..., : call.first_token - start] = False
         if bias is not None:
             before = rule.bias_start - start
             bias = (
@@ -211,7 +210,8 @@ class _Step:
     @property
     def reads_all(self) -> bool:
         """True where each column has tokens that are seen, of every sequence."""
-        return self._seen is None or bool(self._seen[..., :-1, :].any(-1).any(2).all())
+        seen = self._seen
+        return self.sees_all or seen is None or bool(seen[..., :-1, :].any(-1).any(2).all())
 
     def all_operands(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return visibility and bias of all columns and the tail."""
@@ -247,7 +247,7 @@ class _Step:
             np.put_along_axis(all_blocks, blocks, True, axis=2)  # -1 is the last, cut off
             is_read = all_blocks[:, :, self.first_block : num_blocks]
         is_read = is_read & (self._state.table[:, None, self.first_block :] >= 0)
-        if self._seen is not None:
+        if self._seen is not None and not self.sees_all:
             is_read &= self._platform.to_host(self._seen[..., :-1, :].any(-1).any(2))
         return is_read
 
@@ -313,6 +313,19 @@ class _Step:
         used = is_read.any((0, 1))
         columns = self._platform.from_host(np.flatnonzero(used))
         return self._platform.from_host(blocks[:, :, used]), weights.index_select(2, columns)
+
+
+def _hide_before(
+    seen: torch.Tensor | None, num_hidden: int, num_tokens: int, device: torch.device
+) -> torch.Tensor | None:
+    """Return visibility of all tokens, of which `seen` leaves the first ones out: they are not."""
+    if not num_hidden:
+        return seen
+    if seen is not None:
+        return torch.nn.functional.pad(seen, (num_hidden, 0))
+    seen = torch.ones((1, 1, 1, num_tokens), dtype=torch.bool, device=device)
+    seen[..., :num_hidden] = False
+    return seen
 
 
 def _find_range(columns: np.ndarray) -> tuple[int, int]:
@@ -419,8 +432,8 @@ class _ColumnGroup:
 
 
 def _is_seen(call: _LayerCall, first: int, last: int) -> bool:
-    """Return whether any query sees any of the keys `[first, last)`."""
-    num_queries = call.query.shape[2]
+    """Return whether any query sees any of the keys `[first, last)` that the call looks at."""
+    num_queries, first = call.query.shape[2], max(first, call.first_token)
     for i in range(0, num_queries, _QUERIES):
         seen = call.visibility.between(slice(i, min(i + _QUERIES, num_queries)), first, last)
         if seen is None or bool(seen.any()):

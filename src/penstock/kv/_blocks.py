@@ -23,6 +23,7 @@ class LayerBlocks:
     Attributes:
         layout: Shapes of its records.
         table: Page of each full block, int64 `(B, num_blocks)`; -1 for blocks that were dropped.
+            Each change makes a new one.
         tail: Records of the unfinished blocks, `(B, H, record_items)`.
         num_tail: Tokens in the tail, below `block_tokens`.
     """
@@ -96,6 +97,11 @@ class LayerBlocks:
                     self.num_tail = 0
                     yield self.tail_parts
             at = end
+
+    def drop(self, num_blocks: int) -> None:
+        """Take the pages of the first blocks, which are given back, out of the table."""
+        self.table = self.table.copy()
+        self.table[:, :num_blocks] = -1
 
     @property
     def tail_bytes(self) -> int:

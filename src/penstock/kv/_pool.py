@@ -271,7 +271,7 @@ class BlockPool(Owner):
         if state is not None and (state.table[:, :end] >= 0).any():
             with self._change():
                 self._tiers.release(state.layout, state.table[:, :end])
-                state.table[:, :end] = -1
+                state.drop(end)
 
     @one_at_a_time
     def reset(self, layers: list[int] | None = None) -> None:

@@ -108,7 +108,7 @@ class ResidentLayer:
     def find(cls, state: LayerBlocks, device: DeviceTier, first_block: int) -> ResidentLayer:
         """Find the records of a layer, but for those of the blocks before `first_block`."""
         H, T = state.layout.num_heads, state.layout.block_tokens
-        table = state.table[:, first_block:].copy()
+        table = state.table[:, first_block:]
         records = table[:, None, :] * H + np.arange(H)[:, None]
         counts = np.full((*records.shape[:2], table.shape[1] + 1), T, dtype=np.int32)
         counts[..., -1] = state.num_tail
@@ -127,14 +127,13 @@ class ResidentLayer:
             device.platform.from_host(counts),
             first_block,
             device.version,
-            table,
+            state.table,
             state.tail,
         )
 
     def find_pages(self, blocks: np.ndarray) -> np.ndarray | None:
         """Return the pages of blocks, of this layer and no fills, as `find_pages` does."""
-        blocks = blocks - self._first_block if self._first_block else blocks
-        return find_pages(self._table, 0, self.counts.shape[1], blocks)
+        return find_pages(self._table, self._first_block, self.counts.shape[1], blocks)
 
     def operands(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return addresses and counts of some blocks and, last, of the tail.
@@ -153,7 +152,7 @@ class ResidentLayer:
             self._version == version
             and self._first_block == first_block
             and self._tail is state.tail
-            and np.array_equal(self._table, state.table[:, first_block:])
+            and self._table is state.table
         )
         if is_same:
             self.counts[..., -1].fill_(state.num_tail)

@@ -23,6 +23,7 @@ class Visibility:
         batch_size: Sequences, B.
         query_start: Position of the first query among the tokens.
         is_causal: Whether a query sees no key behind its own position.
+        window: Keys that a query sees up to its own position, that included; None: all before it.
         rule: A rule over batch, head, position of the query and of the key; None: no further rule.
         padding: bool `(B, tokens)`, False for tokens that no query sees; tokens beyond it are not
             seen either. None: no padding.
@@ -34,6 +35,7 @@ class Visibility:
     batch_size: int = 1
     query_start: int = 0
     is_causal: bool = False
+    window: int | None = None
     rule: Rule | None = None
     padding: torch.Tensor | None = None
     table: torch.Tensor | None = None
@@ -45,7 +47,7 @@ class Visibility:
 
     def sees_all(self, first: int, last: int) -> bool:
         """Return whether every query is known to see all keys of `[first, last)`."""
-        if self.rule is not None or self.table is not None:
+        if self.rule is not None or self.table is not None or self.window is not None:
             return False
         if self.is_causal and last > self.query_start + 1:
             return False
@@ -59,6 +61,7 @@ class Visibility:
             and self.table is None
             and first == self.query_start
             and last - first == num_queries
+            and (self.window is None or num_queries <= self.window)
             and self._hidden_by_padding(first, last) is None
         )
 
@@ -74,20 +77,21 @@ class Visibility:
             bool `(1 or B, 1 or Hq, 1 or n, last - first)`, or None where all are seen.
         """
         parts = []
-        positions = torch.arange(queries.start, queries.stop, device=self.device)
-        positions = positions + self.query_start
-        keys = torch.arange(first, last, device=self.device)
-        if self.is_causal and last > self.query_start + queries.start + 1:
-            parts.append((keys <= positions[:, None])[None, None])
-        if self.rule is not None:
-            batch = torch.arange(self.batch_size, device=self.device)
-            seen = self.rule(
-                batch[:, None, None, None],
-                batch.new_zeros((1, 1, 1, 1)),
-                positions[None, None, :, None],
-                keys[None, None, None, :],
-            )
-            parts.append(seen.expand(*seen.shape[:3], last - first))
+        begin, end = self.query_start + queries.start, self.query_start + queries.stop
+        hides_later = self.is_causal and last > begin + 1
+        hides_earlier = self.window is not None and first < end - self.window
+        if hides_later or hides_earlier or self.rule is not None:
+            positions = torch.arange(begin, end, device=self.device)[:, None]
+            keys = torch.arange(first, last, device=self.device)
+            if hides_later:
+                parts.append((keys <= positions)[None, None])
+            if hides_earlier:
+                parts.append((keys > positions - self.window)[None, None])
+            if self.rule is not None:
+                batch = torch.arange(self.batch_size, device=self.device)[:, None, None, None]
+                head = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=self.device)
+                seen = self.rule(batch, head, positions[None, None], keys[None, None, None])
+                parts.append(seen.expand(*seen.shape[:3], last - first))
         hidden = self._hidden_by_padding(first, last)
         if hidden is not None:
             parts.append(hidden[:, None, None, :])

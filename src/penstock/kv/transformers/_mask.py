@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from penstock.compat.dynamo import run_uncompiled
 from penstock.errors import PenstockError
@@ -100,14 +105,15 @@ def make_range_mask(
     attention_mask: torch.Tensor | RangeMask | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **_: Any,
 ) -> RangeMask:
     """Return the mask of a call, as Transformers' mask interface asks for it.
 
     The first query is token `q_offset`, the first key token `kv_offset`; `mask_function` says the
     visibility by indices of batch, head, query and key, and `attention_mask`, bool `(B, tokens)`,
-    is False for padding; `device` is that of all indices. Wishes of other mask functions change
-    nothing.
+    is False for padding; `device` is that of all indices, and `config` the model's. Wishes of other
+    mask functions change nothing.
 
     Raises:
         PenstockError: `mask_function` may be other than elementwise.
@@ -123,13 +129,37 @@ def make_range_mask(
     if attention_mask is not None:
         is_short = attention_mask.shape[1] < kv_offset + kv_length  # what is beyond is not seen
         padding = attention_mask.bool() if is_short or not bool(attention_mask.all()) else None
-    is_plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    window = getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or not _is_same(
+        mask_function, sliding_window_causal_mask_function(window)
+    ):
+        window = None
+    is_causal = window is not None or mask_function is causal_mask_function
     visibility = Visibility(
         batch_size=batch_size,
         query_start=int(q_offset),
-        is_causal=mask_function is causal_mask_function,
-        rule=None if is_plain else mask_function,
+        is_causal=is_causal,
+        window=window,
+        rule=None if is_causal or mask_function is bidirectional_mask_function else mask_function,
         padding=padding,
         device=device,
     )
     return RangeMask(visibility, (batch_size, 1, q_length, kv_length), int(kv_offset))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether functions are one, or closures of one code over variables that are the same.
+
+    Transformers makes the function of a window anew for each call.
+    """
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    if not isinstance(value, FunctionType) or not isinstance(other, FunctionType):
+        return type(value) is type(other) and isinstance(value, int) and value == other
+    if value is other:
+        return True
+    cells, others = (
+        tuple(cell.cell_contents for cell in each.__closure__ or ()) for each in (value, other)
+    )
+    is_plain = value.__defaults__ is other.__defaults__ is None
+    return value.__code__ is other.__code__ and is_plain and _is_same(cells, others)
