@@ -180,7 +180,8 @@ class _Step:
         start = self.first_block * T
         seen = call.visibility.of_call(query.shape[2], call.first_token, state.num_tokens)
         self.sees_all = seen is None
-        seen = _hide_before(seen, call.first_token - start, state.num_tokens - start, query.device)
+        width = (self._num_columns + 1) * T
+        seen = _hide_before(seen, call.first_token - start, width, query.device)
         bias = rule.bias
         if bias is not None:
             before = rule.bias_start - start
@@ -191,10 +192,10 @@ class _Step:
             hidden = query.new_zeros(seen.shape, dtype=torch.float32)
             hidden.masked_fill_(~seen, -math.inf)
             bias, seen = hidden if bias is None else bias + hidden, seen.any(1, keepdim=True)
-        # (1 or B, 1 or Hq, 1 or n, columns, T): the last column is the tail.
-        self._seen = None if seen is None else self._by_column(seen)
-        self._bias = None if bias is None else self._by_column(bias)
-        self._visible, self._added = self._by_token(self._seen), self._by_token(self._bias)
+        # (1 or B, 1 or Hq, 1 or n, columns * T): the last column is the tail.
+        self._seen = None if seen is None else self._pad(seen)
+        self._bias = None if bias is None else self._pad(bias)
+        self._visible, self._added = self._expand(self._seen), self._expand(self._bias)
 
     @property
     def result(self) -> _Part | None:
@@ -210,25 +211,28 @@ class _Step:
     @property
     def reads_all(self) -> bool:
         """True where each column has tokens that are seen, of every sequence."""
-        seen = self._seen
-        return self.sees_all or seen is None or bool(seen[..., :-1, :].any(-1).any(2).all())
+        return self.sees_all or self._seen is None or bool(self._columns_seen(self._seen).all())
 
     def all_operands(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return visibility and bias of all columns and the tail."""
         return self._visible, self._added
 
-    def _by_column(self, tensor: torch.Tensor) -> torch.Tensor:
-        T = self._state.layout.block_tokens
-        missing = (self._num_columns + 1) * T - tensor.shape[-1]
-        return torch.nn.functional.pad(tensor, (0, missing)).unflatten(-1, (-1, T))
+    def _pad(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return numbers of tokens for whole columns."""
+        missing = (self._num_columns + 1) * self._state.layout.block_tokens - tensor.shape[-1]
+        return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
-    def _by_token(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """View columns one after the other, for every sequence, head and query."""
+    def _expand(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return numbers for every sequence, head and query."""
         if tensor is None:
             return None
         B, Hq, n = self._query_shape
-        heads = self._shape[1] if tensor.dtype == torch.bool else Hq
-        return tensor.flatten(-2).expand(B, heads, n, -1)
+        return tensor.expand(B, self._shape[1] if tensor.dtype == torch.bool else Hq, n, -1)
+
+    def _columns_seen(self, seen: torch.Tensor) -> torch.Tensor:
+        """Return which columns have tokens that are seen, `(1 or B, 1, columns)`; no tail."""
+        by_column = seen.unflatten(-1, (-1, self._state.layout.block_tokens))
+        return by_column[..., :-1, :].any(-1).any(2)
 
     def find_read(self, chosen: torch.Tensor | None) -> np.ndarray:
         """Return which columns are read for each sequence and head, bool `(B, H, columns)`."""
@@ -248,7 +252,7 @@ class _Step:
             is_read = all_blocks[:, :, self.first_block : num_blocks]
         is_read = is_read & (self._state.table[:, None, self.first_block :] >= 0)
         if self._seen is not None and not self.sees_all:
-            is_read &= self._platform.to_host(self._seen[..., :-1, :].any(-1).any(2))
+            is_read &= self._platform.to_host(self._columns_seen(self._seen))
         return is_read
 
     def attend(
@@ -318,7 +322,7 @@ class _Step:
 def _hide_before(
     seen: torch.Tensor | None, num_hidden: int, num_tokens: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return visibility of all tokens, of which `seen` leaves the first ones out: they are not."""
+    """Return visibility of tokens, the first of which `seen` leaves out; None: it sees the rest."""
     if not num_hidden:
         return seen
     if seen is not None:

@@ -24,6 +24,7 @@ class LayerBlocks:
         layout: Shapes of its records.
         table: Page of each full block, int64 `(B, num_blocks)`; -1 for blocks that were dropped.
             Each change makes a new one.
+        num_dropped: First blocks that all of them are known to be dropped.
         tail: Records of the unfinished blocks, `(B, H, record_items)`.
         num_tail: Tokens in the tail, below `block_tokens`.
     """
@@ -32,6 +33,8 @@ class LayerBlocks:
     table: np.ndarray
     tail: torch.Tensor
     num_tail: int = 0
+    num_dropped: int = 0
+    _fitting: tuple[object, ...] = ()
     _tail_parts: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
@@ -56,13 +59,21 @@ class LayerBlocks:
         """Tokens of a sequence."""
         return self.num_blocks * self.layout.block_tokens + self.num_tail
 
-    def check_append(self, layer: int, layout: BlockLayout, batch_size: int) -> None:
-        """Raise `ValueError` if tokens of other shapes than before come to a layer."""
+    def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Return whether the last tokens that `check_append` let pass were of these shapes."""
+        return keys.shape[0] == self.batch_size and self._fitting == _shapes_of(keys, values)
+
+    def check_append(
+        self, layer: int, layout: BlockLayout, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Raise `ValueError` if tokens of another layout than before come to a layer."""
+        batch_size = keys.shape[0]
         if self.layout != layout or self.batch_size != batch_size:
             raise ValueError(
                 f"layer {layer} holds {self.batch_size} sequences of {self.layout}; got "
                 f"{batch_size} of {layout}; reset() it, or make a new one"
             )
+        self._fitting = _shapes_of(keys, values)
 
     def fill_tail(self, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Copy tokens `(B, H, n, dim)` to the tail, as many as it has room for.
@@ -102,6 +113,14 @@ class LayerBlocks:
         """Take the pages of the first blocks, which are given back, out of the table."""
         self.table = self.table.copy()
         self.table[:, :num_blocks] = -1
+        self.num_dropped = max(self.num_dropped, num_blocks)
+
+    def cut(self, num_blocks: int, num_tail: int) -> None:
+        """Keep the pages of the first blocks and the first tokens of the tail."""
+        if num_blocks < self.num_blocks:
+            self.table = self.table[:, :num_blocks].copy()
+            self.num_dropped = min(self.num_dropped, num_blocks)
+        self.num_tail = num_tail
 
     @property
     def tail_bytes(self) -> int:
@@ -143,6 +162,11 @@ class LayerBlocks:
             return blocks
         is_kept = self.table[np.arange(own[0])[:, None, None], blocks] >= 0
         return np.where(is_kept, blocks, -1)
+
+
+def _shapes_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[object, ...]:
+    of_keys, of_values = ((each.shape, each.dtype, each.device) for each in (keys, values))
+    return *of_keys, *of_values
 
 
 def check_index(index: torch.Tensor) -> None:

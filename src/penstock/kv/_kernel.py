@@ -118,8 +118,8 @@ class RecordAttention:
         self._kind, self._dtype = _KINDS[dtype], dtype
         self._block_tokens = block_tokens
         self._scale, self._softcap = scale, softcap or 0.0
-        self.out = torch.empty(*query.shape[:3], value_dim, dtype=torch.float32, device="cpu")
-        self.lse = torch.empty(query.shape[:3], dtype=torch.float32, device="cpu")
+        self.out = self._query.new_empty((*self._query_shape[:3], value_dim))
+        self.lse = self._query.new_empty(self._query_shape[:3])
         self.has_parts = False
         self._pointers = self.out.data_ptr(), self.lse.data_ptr()
 

@@ -268,10 +268,10 @@ class BlockPool(Owner):
         """Forget the blocks of a layer that end before a token; their numbers stay taken."""
         self.check_usable()
         state, end = self._layers.get(layer), max(0, token // self.block_tokens)
-        if state is not None and (state.table[:, :end] >= 0).any():
+        if state is not None and min(end, state.num_blocks) > state.num_dropped:
             with self._change():
                 self._tiers.release(state.layout, state.table[:, :end])
-                state.drop(end)
+                state.drop(min(end, state.num_blocks))
 
     @one_at_a_time
     def reset(self, layers: list[int] | None = None) -> None:
@@ -429,12 +429,14 @@ class BlockPool(Owner):
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, inputs: torch.Tensor | None
     ) -> LayerBlocks:
         """Return the blocks of a layer, made where they are not there, for keys that fit them."""
+        state = self._layers.get(layer)
+        if state is not None and state.fits(keys, values):
+            return state
         layout = BlockLayout.of(keys, values, self.block_tokens, self._alignment_bytes)
         check_place(self.platform.device, layer, keys, values)
-        state = self._layers.get(layer)
         if state is None:
             return self.make_layer(layer, layout, keys.shape[0], inputs)
-        state.check_append(layer, layout, keys.shape[0])
+        state.check_append(layer, layout, keys, values)
         return state
 
     def make_layer(
@@ -486,8 +488,7 @@ class BlockPool(Owner):
                 heads = places % state.layout.num_heads
                 self._copy_records(layer, pages, heads, state.tail, places)
             self._tiers.release(state.layout, state.table[:, num_blocks:])
-            state.table = state.table[:, :num_blocks].copy()
-        state.num_tail = num_tail
+        state.cut(num_blocks, num_tail)
 
     def _reorder(self, state: LayerBlocks, chosen: np.ndarray) -> None:
         old, old_bytes = state.table, state.tail_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -193,7 +193,7 @@ class BlockReads:
         residency = self._device.residency(layout)
         is_resident = wanted.addresses != 0
         if is_resident.all():
-            self.count_hits(layout, new)
+            self.count_hits(layout, len(new), lambda: new)
             yield wanted.order, wanted.addresses
             return
         self.num_hits += int((wanted.is_new & is_resident).sum())
@@ -223,11 +223,13 @@ class BlockReads:
         finally:
             residency.release(in_slots)
 
-    def count_hits(self, layout: BlockLayout, records: np.ndarray) -> None:
+    def count_hits(
+        self, layout: BlockLayout, num_records: int, find_records: Callable[[], np.ndarray]
+    ) -> None:
         """Note that distinct records are used that are resident, all of them."""
         if not self._device.room(layout):  # else none has to leave, and no slot is competed for
-            self._device.residency(layout).touch(records)
-        self.num_hits += len(records)
+            self._device.residency(layout).touch(find_records())
+        self.num_hits += num_records
 
     def keep_counts_of(self, other: BlockReads) -> None:
         """Go on with the counts of another one."""

@@ -29,7 +29,7 @@ class ResidentLayers:
         found = self._look_up(state, layer, first_block)
         if found.addresses is None:
             return None
-        self._reads.count_hits(state.layout, found.records)
+        self._reads.count_hits(state.layout, len(found.records), lambda: found.records)
         return found
 
     def find_chosen(
@@ -47,29 +47,32 @@ class ResidentLayers:
             Both `(B, H, k + 1)`; None also where some are fills, or are in several sequences.
         """
         found = self._look_up(state, layer, first_block)
-        if found.addresses is None:
-            return self._find_some(state, first_block, chosen)
-        pages = found.find_pages(self._device.platform.to_host(chosen))
-        if pages is None or (len(pages) > 1 and (self._pages.references[pages] > 1).any()):
+        blocks, layout = self._device.platform.to_host(chosen), state.layout
+        if not _are_blocks(state, first_block, blocks) or self._are_shared(state, blocks):
             return None
-        heads = state.layout.num_heads
-        records = pages * heads + np.arange(heads)[:, None]
-        self._reads.count_hits(state.layout, records.ravel())
+        if found.addresses is None:
+            return self._find_some(state, blocks)
+        self._reads.count_hits(layout, blocks.size, lambda: _find_records(state, blocks).ravel())
         return found.operands(chosen)
 
+    def _are_shared(self, state: LayerBlocks, blocks: np.ndarray) -> bool:
+        """Return whether a page of some blocks is of several sequences."""
+        if len(blocks) == 1:
+            return False
+        return bool((self._pages.references[_find_pages(state, blocks)] > 1).any())
+
     def _find_some(
-        self, state: LayerBlocks, first_block: int, chosen: torch.Tensor
+        self, state: LayerBlocks, blocks: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Do as `find_chosen` for a layer of which some records are resident."""
         layout, platform = state.layout, self._device.platform
-        pages = find_pages(state.table, first_block, layout.num_heads, platform.to_host(chosen))
-        if pages is None or (len(pages) > 1 and (self._pages.references[pages] > 1).any()):
+        records = _find_records(state, blocks)
+        if records.min() < 0:
             return None
-        records = pages * layout.num_heads + np.arange(layout.num_heads)[:, None]
         found = self._device.find(layout, records.ravel())
         if not found.all():
             return None
-        self._reads.count_hits(layout, records.ravel())
+        self._reads.count_hits(layout, records.size, records.ravel)
         B, H, k = records.shape
         addresses = np.empty((B, H, k + 1), dtype=np.int64)
         addresses[:, :, :k] = found.reshape(records.shape)
@@ -131,15 +134,11 @@ class ResidentLayer:
             state.tail,
         )
 
-    def find_pages(self, blocks: np.ndarray) -> np.ndarray | None:
-        """Return the pages of blocks, of this layer and no fills, as `find_pages` does."""
-        return find_pages(self._table, self._first_block, self.counts.shape[1], blocks)
-
     def operands(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return addresses and counts of some blocks and, last, of the tail.
 
         Args:
-            blocks: As of `find_pages`, on the device.
+            blocks: Numbers, int64 `(B, H, k)`, on the device.
         """
         assert self.addresses is not None
         columns = blocks - self._first_block if self._first_block else blocks
@@ -159,27 +158,22 @@ class ResidentLayer:
         return is_same
 
 
-def find_pages(
-    table: np.ndarray, first_block: int, num_heads: int, blocks: np.ndarray
-) -> np.ndarray | None:
-    """Return the pages of blocks.
+def _are_blocks(state: LayerBlocks, first_block: int, blocks: np.ndarray) -> bool:
+    """Return whether numbers `(B, H, k)` are of blocks from one on, none of them a fill."""
+    if blocks.shape[:2] != (state.batch_size, state.layout.num_heads) or not blocks.shape[2]:
+        return False
+    return bool(blocks.min() >= first_block and blocks.max() < state.num_blocks)
 
-    Args:
-        table: Page of each block, int64 `(B, num_blocks)`.
-        first_block: Number of the first block that may be read.
-        num_heads: H.
-        blocks: Numbers, int64 `(B, H, k)`, distinct for each sequence and head.
 
-    Returns:
-        Pages, of the same shape; None where a number is a fill, not of these blocks, or of one that
-        was dropped.
-    """
-    if blocks.shape[:2] != (len(table), num_heads) or not blocks.shape[2]:
-        return None
-    if blocks.min() < first_block or blocks.max() >= table.shape[1]:
-        return None
-    pages = table[np.arange(len(blocks))[:, None, None], blocks]
-    return None if pages.min() < 0 else pages
+def _find_pages(state: LayerBlocks, blocks: np.ndarray) -> np.ndarray:
+    """Return the pages of a layer's blocks `(B, H, k)`, -1 for those that were dropped."""
+    return state.table[np.arange(len(blocks))[:, None, None], blocks]
+
+
+def _find_records(state: LayerBlocks, blocks: np.ndarray) -> np.ndarray:
+    """Return the records of a layer's blocks `(B, H, k)`, below 0 for those that were dropped."""
+    heads = state.layout.num_heads
+    return _find_pages(state, blocks) * heads + np.arange(heads)[:, None]
 
 
 def find_tails(state: LayerBlocks) -> np.ndarray:

@@ -79,14 +79,14 @@ class Visibility:
         parts = []
         begin, end = self.query_start + queries.start, self.query_start + queries.stop
         hides_later = self.is_causal and last > begin + 1
-        hides_earlier = self.window is not None and first < end - self.window
-        if hides_later or hides_earlier or self.rule is not None:
+        window = self.window if self.window is not None and first < end - self.window else None
+        if hides_later or window is not None or self.rule is not None:
             positions = torch.arange(begin, end, device=self.device)[:, None]
             keys = torch.arange(first, last, device=self.device)
             if hides_later:
                 parts.append((keys <= positions)[None, None])
-            if hides_earlier:
-                parts.append((keys > positions - self.window)[None, None])
+            if window is not None:
+                parts.append((keys > positions - window)[None, None])
             if self.rule is not None:
                 batch = torch.arange(self.batch_size, device=self.device)[:, None, None, None]
                 head = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=self.device)

@@ -330,8 +330,6 @@ class PooledLayer(CacheLayerMixin):
             layout, batch_size = self.pool.layout(self.index), self.pool.batch_size(self.index)
             dims = layout.key_dim, layout.value_dim
             shapes = [((batch_size, layout.num_heads, 0, dim), layout.dtype) for dim in dims]
-        keys, values = (
-            KeysPlaceholder(self, (shape[0], shape[1], num_tokens, shape[3]), dtype, start)
-            for shape, dtype in shapes
-        )
-        return keys, values
+        keys, values = (((*shape[:2], num_tokens, shape[3]), dtype) for shape, dtype in shapes)
+        shown = KeysPlaceholder(self, *keys, start)
+        return shown, shown if values == keys else KeysPlaceholder(self, *values, start)
