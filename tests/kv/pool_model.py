@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from penstock.kv import BlockPool
@@ -66,6 +67,7 @@ class PoolModel:
         self.pool = BlockPool(**self.options)
         empty = torch.zeros(batch, heads, 0, DIM)
         self.kept = dict.fromkeys(range(2), (empty, empty))
+        self.dropped = dict.fromkeys(range(2), 0)  # first tokens of each layer that are forgotten
         self.generator = torch.Generator().manual_seed(block_tokens)
 
     def to_pool(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,11 +90,24 @@ class PoolModel:
         before = self.kept[layer]
         self.kept[layer] = (torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2))
 
+    def drop_before(self, layer: int, token: int) -> None:
+        with self.launch():
+            self.pool.drop_before(layer, token)
+        full = self.pool.num_blocks(layer) * self.pool.block_tokens
+        block = token // self.pool.block_tokens * self.pool.block_tokens
+        self.dropped[layer] = max(self.dropped[layer], min(block, full))
+
     def crop(self, layer: int, length: int) -> None:
+        keys, values = self.kept[layer]
+        tail = length - length % self.pool.block_tokens
+        if tail < self.dropped[layer] and tail < length < keys.shape[2]:
+            with pytest.raises(ValueError, match="keeps a window only"), self.launch():
+                self.pool.crop(length, [layer])
+            return
         with self.launch():
             self.pool.crop(length, [layer])
-        keys, values = self.kept[layer]
         self.kept[layer] = keys[:, :, :length], values[:, :, :length]
+        self.dropped[layer] = min(self.dropped[layer], length)
 
     def reorder(self, index: list[int]) -> None:
         chosen = torch.tensor(index)
@@ -117,6 +132,7 @@ class PoolModel:
             self.pool.reset([layer])
         keys, values = self.kept[layer]
         self.kept[layer] = keys[:, :, :0], values[:, :, :0]
+        self.dropped[layer] = 0
 
     def save_and_load(self) -> None:
         path = self.store / "prefix"
@@ -131,14 +147,16 @@ class PoolModel:
         path.unlink()
 
     def attend(self, layer: int, num_queries: int) -> None:
-        keys, values = self.kept[layer]
+        first = self.dropped[layer]
+        keys, values = (each[:, :, first:] for each in self.kept[layer])
         if not keys.shape[2]:
             return
         shape = (keys.shape[0], 2 * self.heads, num_queries, DIM)
         query = torch.rand(shape, generator=self.generator)
         visibility = Visibility(device=self.device)
         with self.launch():
-            out = attend_pool(self.pool, layer, self.to_pool(query), ScoreRule(0.5), visibility)
+            call = self.pool, layer, self.to_pool(query), ScoreRule(0.5), visibility
+            out = attend_pool(*call, first_token=first)
         expected = torch.nn.functional.scaled_dot_product_attention(
             query, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), scale=0.5
         )
@@ -152,7 +170,9 @@ class PoolModel:
                 full = self.pool.num_blocks(layer) * self.pool.block_tokens
                 with self.launch():
                     found = read_all(self.pool, layer)
-                assert torch.equal(self.from_pool(found), keys[:, :, :full])
+                right = keys[:, :, :full].clone()
+                right[:, :, : self.dropped[layer]] = 0
+                assert torch.equal(self.from_pool(found), right)
         report = self.pool.report()
         assert report.device_bytes - report.tail_bytes <= self.budget_bytes
 
@@ -162,7 +182,9 @@ def run_any_order(model: PoolModel, seed: int, num_steps: int) -> None:
     draw = random.Random(seed)
     for step in range(num_steps):
         layer = draw.randrange(2)
-        kind = draw.choice(["append"] * 4 + ["attend"] * 4 + ["crop", "reorder", "repeat", "other"])
+        kind = draw.choice(
+            ["append"] * 4 + ["attend"] * 4 + ["crop", "reorder", "repeat", "drop", "other"]
+        )
         if kind == "append":
             model.append(layer, draw.randint(1, 13))
         elif kind == "attend":
@@ -174,6 +196,8 @@ def run_any_order(model: PoolModel, seed: int, num_steps: int) -> None:
             model.reorder([draw.randrange(least) for _ in range(draw.randint(1, 4))])
         elif kind == "repeat":
             model.repeat(layer, 2)
+        elif kind == "drop":
+            model.drop_before(layer, draw.randint(0, model.kept[layer][0].shape[2]))
         elif kind == "other":
             model.save_and_load() if draw.randrange(2) else model.reset(layer)
         if step % 4 == 3:

@@ -55,6 +55,11 @@ class PoolMachine(RuleBasedStateMachine):
     def crop(self, data: st.DataObject, layer: int) -> None:
         self.model.crop(layer, data.draw(st.integers(0, self.model.kept[layer][0].shape[2] + 2)))
 
+    @rule(data=st.data(), layer=st.integers(0, 1))
+    def drop_before(self, data: st.DataObject, layer: int) -> None:
+        length = self.model.kept[layer][0].shape[2]
+        self.model.drop_before(layer, data.draw(st.integers(0, length)))
+
     @precondition(lambda self: all(self.model.pool.length(layer) for layer in range(2)))
     @rule(data=st.data())
     def reorder(self, data: st.DataObject) -> None:
@@ -230,6 +235,33 @@ def test_selected_blocks_find_room_beside_the_buffers_of_a_file(store: Path):
     assert after.num_hits - before.num_hits == 48
     assert after.num_misses == before.num_misses > 0
     assert after.peak_device_bytes <= 256 * 1024 + after.tail_bytes
+    pool.close()
+
+
+def test_tokens_of_more_sequences_than_are_left():
+    pool = BlockPool(device_memory="64KiB", block_tokens=16)
+    some = torch.rand(4, 1, 1, 8)
+    for _ in range(2):
+        pool.append(0, some, some)
+    pool.reorder(torch.tensor([2, 0]))
+    with pytest.raises(ValueError, match=r"holds 2 sequences.*got\s+4 of"):
+        pool.append(0, some, some)
+    pool.append(0, some[:2], some[:2])
+    assert pool.length(0) == 3
+    pool.close()
+
+
+def test_blocks_that_are_dropped_again_after_a_crop():
+    pool = BlockPool(device_memory="64KiB", block_tokens=16)
+    some = torch.rand(1, 1, 96, 8)
+    pool.append(0, some, some)
+    pool.drop_before(0, 64)
+    assert pool.report().num_blocks == 2
+    pool.crop(32)
+    pool.append(0, some, some)
+    assert pool.report().num_blocks == 6
+    pool.drop_before(0, 50)
+    assert pool.report().num_blocks == 5
     pool.close()
 
 
