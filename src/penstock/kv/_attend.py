@@ -302,8 +302,9 @@ class _Step:
 
     def sum_shares(self, block_lse: torch.Tensor) -> torch.Tensor:
         """Return the shares of records `(B, Hq, n, k)` of the weights, by KV head, `(B, H, k)`."""
-        lse = self.attention.lse
-        base = lse.masked_fill(lse == -math.inf, 0.0)
+        lse = base = self.attention.lse
+        if not self.is_unmasked:  # a query that sees nothing
+            base = lse.masked_fill(lse == -math.inf, 0.0)
         share = self._rule.weigh_down((block_lse - base.unsqueeze(-1)).exp(), lse)
         return share.unflatten(1, (self._shape[1], -1)).sum((2, 3))
 

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Protocol
 
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.units import parse_count
 
@@ -130,11 +131,9 @@ class BudgetSelector:
 
     def _force(self, scores: Tensor, value: float = math.inf) -> Tensor:
         """Return a copy of scores in which those of the sinks and recent blocks have a value."""
-        total = scores.shape[-1]
-        scores = scores.clone()
-        scores[..., : self._num_sinks] = value
-        scores[..., total - self._num_recent :] = value
-        return scores
+        sinks, recent = self._num_sinks, self._num_recent
+        others = scores[..., sinks : scores.shape[-1] - recent]
+        return functional.pad(others, (sinks, recent), value=value)
 
 
 def check_scale(scale: object) -> None:
