@@ -20,15 +20,13 @@ from penstock.errors import PenstockError
 from penstock.kv._blocks import LayerBlocks
 from penstock.kv._partial import ScoreRule, attend, merge, nothing
 from penstock.kv._pool import BlockPool
-from penstock.kv._resident import find_tails
+from penstock.kv._resident import find_range, find_tails
 from penstock.kv._selector import name_of
 from penstock.kv._visibility import Visibility
 
 FEW_TOKENS = 16
 """The most queries of a step that reads records where they lie."""
 _GROUP_BYTES = 4 * 2**20  # of blocks that a long call gathers at once
-
-_FEW_RECORDS = 64  # whose numbers NumPy takes longer to look at than Python
 
 _QUERIES = 1024  # that visibility is evaluated for at once
 
@@ -264,7 +262,7 @@ class _Step:
     ) -> None:
         """Add the part of some records; the tail belongs to the first part."""
         state, layout = self._state, self._state.layout
-        first, last = _find_range(c)
+        first, last = find_range(c)
         with_tail = not self.has_tail and state.num_tail > 0
         shape = (*self._shape, last - first + with_tail)
         table, counts = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int32)
@@ -305,8 +303,8 @@ class _Step:
         lse = base = self.attention.lse
         if not self.is_unmasked:  # a query that sees nothing
             base = lse.masked_fill(lse == -math.inf, 0.0)
-        share = self._rule.weigh_down((block_lse - base.unsqueeze(-1)).exp(), lse)
-        return share.unflatten(1, (self._shape[1], -1)).sum((2, 3))
+        share = self._rule.weigh_down((block_lse - base.unsqueeze(-1)).exp_(), lse)
+        return share.view(*self._shape, -1, share.shape[-1]).sum(2)
 
     def shares(self, is_read: np.ndarray) -> _Part:
         """Return the blocks that were read, -1 elsewhere, and their shares of the weights."""
@@ -331,16 +329,6 @@ def _hide_before(
     seen = torch.ones((1, 1, 1, num_tokens), dtype=torch.bool, device=device)
     seen[..., :num_hidden] = False
     return seen
-
-
-def _find_range(columns: np.ndarray) -> tuple[int, int]:
-    """Return the half-open range that columns lie in."""
-    if not len(columns):
-        return 0, 0
-    if len(columns) > _FEW_RECORDS:
-        return int(columns.min()), int(columns.max()) + 1
-    numbers = columns.tolist()
-    return min(numbers), max(numbers) + 1
 
 
 def _attend_many(call: _LayerCall, fresh: tuple[torch.Tensor, torch.Tensor] | None) -> _Part | None:

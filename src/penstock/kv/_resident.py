@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from penstock.kv._blocks import LayerBlocks
 from penstock.kv._device import DeviceTier
 from penstock.kv._pages import PageTable
 from penstock.kv._reads import BlockReads
+
+_FEW_NUMBERS = 64  # that NumPy takes longer to look at than Python
 
 
 class ResidentLayers:
@@ -142,7 +145,8 @@ class ResidentLayer:
         """
         assert self.addresses is not None
         columns = blocks - self._first_block if self._first_block else blocks
-        addresses = torch.cat([self.addresses.gather(2, columns), self.addresses[..., -1:]], dim=2)
+        columns = functional.pad(columns, (0, 1), value=self.addresses.shape[2] - 1)
+        addresses = self.addresses.gather(2, columns)
         return addresses, self.counts[..., -addresses.shape[2] :]  # of full blocks, and the tail
 
     def is_of(self, state: LayerBlocks, version: int, first_block: int) -> bool:
@@ -162,7 +166,8 @@ def _are_blocks(state: LayerBlocks, first_block: int, blocks: np.ndarray) -> boo
     """Return whether numbers `(B, H, k)` are of blocks from one on, none of them a fill."""
     if blocks.shape[:2] != (state.batch_size, state.layout.num_heads) or not blocks.shape[2]:
         return False
-    return bool(blocks.min() >= first_block and blocks.max() < state.num_blocks)
+    first, last = find_range(blocks)
+    return first >= first_block and last <= state.num_blocks
 
 
 def _find_pages(state: LayerBlocks, blocks: np.ndarray) -> np.ndarray:
@@ -174,6 +179,16 @@ def _find_records(state: LayerBlocks, blocks: np.ndarray) -> np.ndarray:
     """Return the records of a layer's blocks `(B, H, k)`, below 0 for those that were dropped."""
     heads = state.layout.num_heads
     return _find_pages(state, blocks) * heads + np.arange(heads)[:, None]
+
+
+def find_range(numbers: np.ndarray) -> tuple[int, int]:
+    """Return the half-open range that numbers lie in, `(0, 0)` for none."""
+    if not numbers.size:
+        return 0, 0
+    if numbers.size > _FEW_NUMBERS:
+        return int(numbers.min()), int(numbers.max()) + 1
+    few = numbers.ravel().tolist()
+    return min(few), max(few) + 1
 
 
 def find_tails(state: LayerBlocks) -> np.ndarray:
