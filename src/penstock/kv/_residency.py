@@ -223,10 +223,7 @@ class RecordResidency:
 
     def _distinct(self, ids: ArrayLike) -> Ids:
         ids = np.asarray(ids, dtype=np.int64)
-        is_distinct = ids.ndim == 1 and (
-            bool((ids[1:] > ids[:-1]).all()) or len(np.unique(ids)) == len(ids)
-        )
-        if not is_distinct:
+        if ids.ndim != 1 or not (_ascends(ids) or _ascends(np.sort(ids))):
             raise ValueError(f"ids must be one-dimensional and distinct; got {ids.shape}: {ids}")
         self._grow_for(ids)
         return ids
@@ -245,3 +242,7 @@ class RecordResidency:
             self._reuse.grow(num_records)
             # Together, and last: an interrupt leaves tables that fit each other.
             self._cost, self._slot, self._num_pins = cost, slot, num_pins
+
+
+def _ascends(ids: Ids) -> bool:
+    return bool((ids[1:] > ids[:-1]).all())
