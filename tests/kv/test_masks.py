@@ -139,14 +139,40 @@ def test_the_window_of_a_model_is_found():
 
 def test_masks_that_are_not_index_based():
     model = make_model("llama")
-    with make_cache(model) as cache, pytest.raises(PenstockError, match="or_mask_function"):
-        masking_utils.create_causal_mask(
-            config=model.config,
-            inputs_embeds=torch.zeros(1, 4, 64),
-            attention_mask=None,
-            past_key_values=cache,
-            or_mask_function=lambda b, h, q, k: q == k,
-        )
+    options = {"inputs_embeds": torch.zeros(1, 9, 64), "attention_mask": None}
+    blocks = masking_utils.blockwise_overlay(torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1]]))
+    overlays = {"or_mask_function": blocks}  # as Gemma 3 has them for its images
+    overlays["and_mask_function"] = masking_utils.sliding_window_overlay(3)
+    expected = masking_utils.create_causal_mask(
+        config=model.config, past_key_values=None, **options, **overlays
+    )
+    with make_cache(model) as cache:
+        options |= {"config": model.config, "past_key_values": cache}
+        mask: Any = masking_utils.create_causal_mask(**options, **overlays)
+        assert torch.equal(mask.in_memory(), expected)
+        overlays["or_mask_function"] = masking_utils.or_masks(blocks, lambda b, h, q, k: q == k)
+        with pytest.raises(PenstockError, match="or_mask_function"):
+            masking_utils.create_causal_mask(**options, **overlays)
+
+
+@pytest.mark.parametrize("past", [0, 20])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_other_shapes(past: int, dtype: torch.dtype):
+    model, tokens = make_model("llama"), make_prompt(25)["input_ids"]
+    n = 25 - past
+    shapes = [(3, 1, n, 25), (2, 2, n, 25), (1, 3, n, 25), (2, 1, n, 26), (2, n, 25), (3, 25)]
+    with make_cache(model) as cache, torch.no_grad():
+        for shape in shapes:
+            cache.reset()
+            if past:
+                model(input_ids=tokens[:, :past], past_key_values=cache)
+            mask = torch.ones(shape, dtype=dtype)
+            with pytest.raises(ValueError, match=rf"attention_mask must .* got \({shape[0]}, "):
+                model(input_ids=tokens[:, past:], attention_mask=mask, past_key_values=cache)
+        cache.reset()
+        mask = torch.ones((2, 1, 25, 25), dtype=torch.int64)
+        with pytest.raises(TypeError, match=r"must be bool, or numbers .* got torch.int64"):
+            model(input_ids=tokens, attention_mask=mask, past_key_values=cache)
 
 
 def test_uses_of_the_mask():

@@ -66,6 +66,7 @@ def attend_interface(
 
     Raises:
         PenstockError: An argument that is not supported.
+        ValueError, TypeError: The mask has another shape or dtype.
     """
     rule_arguments = attention_mask, dropout, scaling, softcap, position_bias, s_aux
     if torch.is_autocast_enabled(query.device.type):  # as that does to attention of torch
@@ -133,10 +134,17 @@ def _read_mask(
             is_causal = bool(getattr(module, "is_causal", True))
         is_causal = is_causal and query.shape[2] > 1
         return Visibility(len(query), start, is_causal, device=query.device), None
-    if mask.dim() != 4 or mask.shape[2:] != (query.shape[2], key.shape[2]):
+    B, Hq, n = query.shape[:3]
+    is_shaped = mask.dim() == 4 and mask.shape[2:] == (n, key.shape[2])
+    if not is_shaped or mask.shape[0] not in (1, B) or mask.shape[1] not in (1, Hq):
         raise ValueError(
-            f"attention_mask must have the shape (B, 1 or {query.shape[1]}, {query.shape[2]}, "
-            f"{key.shape[2]}); got {tuple(mask.shape)}"
+            f"attention_mask must have the shape (1 or {B}, 1 or {Hq}, {n}, {key.shape[2]}); got "
+            f"{tuple(mask.shape)}"
+        )
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
+        raise TypeError(
+            f"attention_mask of the shape {tuple(mask.shape)} must be bool, or numbers that are "
+            f"added to the scores, in a floating dtype; got {mask.dtype}"
         )
     if mask.dtype == torch.bool:
         return Visibility(len(query), table=mask, table_start=start, device=mask.device), None

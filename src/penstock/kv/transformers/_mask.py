@@ -8,6 +8,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from transformers import masking_utils
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -117,16 +118,23 @@ def make_range_mask(
 
     Raises:
         PenstockError: `mask_function` may be other than elementwise.
+        ValueError: `attention_mask` has another shape.
     """
     if isinstance(attention_mask, RangeMask):  # made before the call, with a static cache
         return attention_mask
-    if use_vmap:
+    if use_vmap and not _is_by_index(mask_function):
         raise PenstockError(
             "penstock.kv.cache evaluates masks for ranges of tokens, which or_mask_function= and "
             "and_mask_function= of the model do not promise to allow; use another cache"
         )
     padding = None
     if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[0] not in (1, batch_size):
+            raise ValueError(
+                f"attention_mask must have the shape ({batch_size}, tokens), or (1 or "
+                f"{batch_size}, 1 or heads, {q_length}, {kv_length}); got "
+                f"{tuple(attention_mask.shape)}"
+            )
         is_short = attention_mask.shape[1] < kv_offset + kv_length  # what is beyond is not seen
         padding = attention_mask.bool() if is_short or not bool(attention_mask.all()) else None
     window = getattr(config, "sliding_window", None)
@@ -145,6 +153,16 @@ def make_range_mask(
         device=device,
     )
     return RangeMask(visibility, (batch_size, 1, q_length, kv_length), int(kv_offset))
+
+
+def _is_by_index(value: Any) -> bool:
+    """Return whether a function computes by index: those of Transformers, of each other, do."""
+    if isinstance(value, tuple):
+        return all(map(_is_by_index, value))
+    if not isinstance(value, FunctionType):
+        return isinstance(value, int | torch.Tensor)
+    cells = (cell.cell_contents for cell in value.__closure__ or ())
+    return value.__module__ == masking_utils.__name__ and all(map(_is_by_index, cells))
 
 
 def _is_same(value: Any, other: Any) -> bool:
