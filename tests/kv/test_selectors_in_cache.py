@@ -145,3 +145,22 @@ def test_a_selector_that_changes_the_pool(change):
     with pytest.raises(PenstockError, match=r"selector 'select' changed layer 0 .* from 9 tokens"):
         attend_pool(pool, 0, token, ScoreRule(1.0), Visibility())
     pool.close()
+
+
+def test_weights_of_heads_that_read_nothing():
+    """With fills only, and no unfinished block, a head has no weights; they were NaN."""
+
+    class Halved:
+        def select(self, query, layer, pool):
+            return torch.tensor([[[-1], [2]]])
+
+        def note(self, layer, blocks, weights):
+            noted.append((blocks.tolist(), weights.tolist()))
+
+    noted = []
+    pool = penstock.kv.BlockPool(device_memory="64KiB", block_tokens=4, selector=Halved())
+    pool.append(0, torch.rand(1, 2, 12, 8), torch.rand(1, 2, 12, 8))
+    out = attend_pool(pool, 0, torch.rand(1, 4, 1, 8), ScoreRule(1.0), Visibility())
+    assert noted == [([[[-1], [2]]], [[[0.0], [pytest.approx(2.0)]]])]
+    assert not out[:, :2].any() and out[:, 2:].all()
+    pool.close()

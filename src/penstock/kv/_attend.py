@@ -114,7 +114,7 @@ def _attend_few(call: _LayerCall) -> _Part | None:
         if operands is not None:
             block_lse = step.attention.add(*operands, with_block_lse=is_noted)
             if selector is not None and block_lse is not None:
-                selector.note(layer, chosen, step.sum_shares(block_lse[..., :-1]))
+                selector.note(layer, chosen, step.sum_shares(block_lse[..., :-1], sees_some=True))
             return step.result
     is_read = step.find_read(chosen)
     c, b, h = np.nonzero(is_read.transpose(2, 0, 1))  # block after block
@@ -298,10 +298,13 @@ class _Step:
             for each in masks
         )
 
-    def sum_shares(self, block_lse: torch.Tensor) -> torch.Tensor:
-        """Return the shares of records `(B, Hq, n, k)` of the weights, by KV head, `(B, H, k)`."""
+    def sum_shares(self, block_lse: torch.Tensor, *, sees_some: bool = False) -> torch.Tensor:
+        """Return the shares of records `(B, Hq, n, k)` of the weights, by KV head, `(B, H, k)`.
+
+        `sees_some` says that each query is known to see a token.
+        """
         lse = base = self.attention.lse
-        if not self.is_unmasked:  # a query that sees nothing
+        if not sees_some:
             base = lse.masked_fill(lse == -math.inf, 0.0)
         share = self._rule.weigh_down((block_lse - base.unsqueeze(-1)).exp_(), lse)
         return share.view(*self._shape, -1, share.shape[-1]).sum(2)
