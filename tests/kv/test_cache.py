@@ -356,6 +356,20 @@ def test_crop_and_reset():
         torch.testing.assert_close(again, model(input_ids=tokens).logits)
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "t5"])
+def test_the_cache_says_whether_it_holds_tokens(kind: str):
+    """Models ask for it whose first call has tokens that see each other."""
+    model, prompt = make_model(kind), make_prompt(20)
+    with make_cache(model) as cache:
+        own = getattr(cache, "self_attention_cache", cache)
+        own.early_initialization(2, 2, 32, torch.float32, torch.device("cpu"))
+        assert not own.is_initialized
+        generate(model, prompt, 2, past_key_values=cache)
+        assert own.is_initialized
+        cache.reset()
+        assert not own.is_initialized
+
+
 def test_selecting_sequences():
     model, prompt = make_model("llama"), make_prompt(60, batch_size=4)
     step = torch.tensor([[5], [6]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,32 @@ def test_tokens_are_those_of_dynamic_cache(kind: str, store: Path):
         assert report.peak_device_bytes <= budget + report.tail_bytes
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert list(store.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["weights", "adapter"])
+def test_other_weights_than_those_that_made_the_keys(change: str):
+    model, tokens = make_model("llama"), make_prompt(40, num_padding=0)["input_ids"]
+    adapted: Any = model
+    if change == "adapter":
+        peft = pytest.importorskip("peft")
+        settings = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(model, settings).eval()
+    with (
+        torch.no_grad(),
+        penstock.kv.cache(model, device_memory="1MiB", keep_inputs=True) as cache,
+    ):
+        for part in tokens[:, :20], tokens[:, 20:39]:
+            adapted(input_ids=part, past_key_values=cache)
+        with contextlib.ExitStack() as stack:
+            if change == "adapter":
+                stack.enter_context(adapted.disable_adapter())
+            else:
+                model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+            with pytest.raises(PenstockError, match=r"others than those that made .* reset\(\)"):
+                adapted(input_ids=tokens[:, 39:], past_key_values=cache)
+            cache.reset()
+            ours = adapted(input_ids=tokens, past_key_values=cache).logits
+            torch.testing.assert_close(ours, adapted(input_ids=tokens).logits)
 
 
 def test_encoder_decoder_models_are_refused():

@@ -282,6 +282,28 @@ def test_a_crop_past_a_window():
             cache.crop(3)
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_crop_to_tokens_whose_window_is_gone(is_late: bool):
+    """Since all tokens were kept too late, or since a first crop gave back what it did not need."""
+    settings = make_model("gemma3").config
+    settings.layer_types = settings.layer_types[::-1]  # the layer without a window comes first
+    model = transformers.Gemma3ForCausalLM(settings).eval()
+    tokens = make_prompt(200, batch_size=1)["input_ids"]
+    with make_cache(model) as cache, torch.no_grad():
+        theirs = model(input_ids=tokens).logits[:, 185:]
+        if is_late:
+            model(input_ids=tokens[:, :130], past_key_values=cache)
+        cache.layers[1].activate_past_recording()
+        model(input_ids=tokens[:, cache.get_seq_length() :], past_key_values=cache)
+        if not is_late:
+            cache.crop(-10)
+        with pytest.raises(RuntimeError, match="crop to 100 tokens needs those from 31 on"):
+            cache.crop(100 - cache.get_seq_length())
+        cache.crop(185 - cache.get_seq_length())  # nothing was forgotten by the one before
+        ours = model(input_ids=tokens[:, 185:], past_key_values=cache).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def test_selectors_that_name_no_block():
     model, prompt = make_model("llama"), make_prompt(100, batch_size=1)
     with make_cache(model, selector=lambda q, layer, pool: torch.full((1, 2, 1), 99)) as cache:

@@ -136,6 +136,11 @@ class LayerBlocks:
                 "activate_past_recording() before the tokens that are to be taken back"
             )
 
+    def keeps(self, first_token: int, last_token: int) -> bool:
+        """Return whether no block with tokens of `[first_token, last_token)` was dropped."""
+        T = self.layout.block_tokens
+        return not bool((self.table[:, first_token // T : -(-last_token // T)] < 0).any())
+
     def check_reorder(self, layer: int, chosen: np.ndarray) -> None:
         """Raise `IndexError` if a number of a sequence is none."""
         if len(chosen) and not (chosen.min() >= 0 and chosen.max() < self.batch_size):

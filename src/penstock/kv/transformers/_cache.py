@@ -94,6 +94,9 @@ class PooledCache(Savable, Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, a negative number or 0."""
+        for layer in self.layers:
+            if isinstance(layer, PooledLayer):
+                layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
         for name in _OF_PREFIX:
             if (kept := getattr(self, name)) is not None:

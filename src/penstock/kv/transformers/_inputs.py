@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PenstockError
+from penstock.kv.transformers._prefix import describe_adapters
 
 _WITHOUT_EFFECT = {"attention_mask", "cache_position", "position_ids", "output_attentions"}
 _CACHES = {"past_key_value", "past_key_values", "layer_past"}
@@ -60,6 +61,7 @@ class AttentionInputs:
         self._shapes: dict[tuple[str, int], torch.Size] = {}
         self._others: dict[str, Any] = {}
         self._is_compared = False
+        self._state: tuple[object, ...] | None = None
         self.hooks = (
             module.register_forward_pre_hook(self._note, with_kwargs=True),
             module.register_forward_hook(self._forget, always_call=True),
@@ -75,12 +77,15 @@ class AttentionInputs:
     def _forget(self, *_: object) -> None:
         self._call = None
 
-    def take(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def take(
+        self, keys: torch.Tensor, values: torch.Tensor, *, is_first: bool = False
+    ) -> torch.Tensor:
         """Return the inputs of the module's call that hands over keys and values.
 
         Args:
             keys: `(B, H, n, key_dim)`.
             values: `(B, H, n, value_dim)`.
+            is_first: Whether no tokens are held whose inputs were taken before.
 
         Returns:
             `(B, n, width)`: all tensors of a token, one after the other.
@@ -91,6 +96,7 @@ class AttentionInputs:
                 f"{self._name} was not called as a module, so that its inputs cannot be kept; use "
                 "keep_inputs=False"
             )
+        self._check_state(is_first)
         batch_size, num_tokens = keys.shape[0], keys.shape[2]
         tensors, self._others = self._divide(call, num_tokens)
         widths = {place: each[0, 0].numel() for place, each in tensors.items()}
@@ -107,6 +113,19 @@ class AttentionInputs:
         if not self._is_compared:
             self._compare(inputs, keys, values)
         return inputs
+
+    def _check_state(self, is_first: bool) -> None:
+        """Raise an error if keys of tokens before would be computed by other weights."""
+        module = self._module()
+        assert module is not None
+        state = _describe_state(module)
+        if self._state is not None and state != self._state and not is_first:
+            raise PenstockError(
+                f"the weights or active adapters of {self._name} are others than those that made "
+                "the keys of the tokens that the cache holds, and keep_inputs=True computes keys "
+                "again; use keep_inputs=False, or reset() the cache"
+            )
+        self._state = state
 
     def compute(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute keys and values again.
@@ -194,3 +213,12 @@ class AttentionInputs:
                     "again; use keep_inputs=False"
                 )
         self._is_compared = True
+
+
+def _describe_state(module: torch.nn.Module) -> tuple[object, ...]:
+    """Return what keys depend on beside the inputs: identities of weights, and adapters."""
+    tensors = [*module.parameters(), *module.buffers()]
+    versions = [0 if each.is_inference() else each._version for each in tensors]
+    merged = [getattr(each, "merged_adapters", None) for each in module.modules()]
+    adapters = describe_adapters(module), [list(each) for each in merged if each]
+    return [each.data_ptr() for each in tensors], versions, *adapters

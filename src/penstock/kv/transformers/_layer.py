@@ -84,7 +84,6 @@ class PooledLayer(CacheLayerMixin):
     """
 
     is_croppable = True
-    supports_early_init = False
 
     def __init__(
         self,
@@ -163,7 +162,8 @@ class PooledLayer(CacheLayerMixin):
         if self.is_sliding and not self.record_past:
             self.pool.drop_before(self.index, start)
         if self._inputs is not None:
-            self._pending_inputs = self._inputs.take(key_states, value_states)
+            is_first = not self.pool.length(self.index)
+            self._pending_inputs = self._inputs.take(key_states, value_states, is_first=is_first)
         self._pending = key_states, value_states
         self._readers_left = self._num_readers
         shown = self._placeholders(kv_length, start)
@@ -278,22 +278,31 @@ class PooledLayer(CacheLayerMixin):
             ValueError: It is positive.
             RuntimeError: The layer keeps a window only, and the tokens before have left it.
         """
+        self.check_crop(tokens_to_remove)
+        length = max(0, self.get_seq_length() + tokens_to_remove)
+        self.pool.crop(length, [self.index])
+        if self.sliding_window is not None:
+            self.pool.drop_before(self.index, length - self.sliding_window + 1)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise the errors of `crop`, without forgetting anything."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes the negative number of tokens to remove; got {tokens_to_remove}"
             )
         self.flush()
-        length = self.get_seq_length()
-        window = self.sliding_window
-        if window is not None and length >= window and not self.record_past:
+        length, window = self.get_seq_length(), self.sliding_window
+        if window is None or not length:
+            return
+        left = max(0, length + tokens_to_remove)
+        is_full = length >= window and not self.record_past
+        first = max(0, left - window + 1)  # that the next token sees
+        if is_full or not self.pool.blocks(self.index).keeps(first, left):
             raise RuntimeError(
-                f"{self.name} keeps a window of {window} tokens only, which is full; call "
-                "activate_past_recording() before the tokens that are to be removed"
+                f"{self.name} keeps a window of {window} tokens only, of which a crop to {left} "
+                f"tokens needs those from {first} on; call activate_past_recording() before the "
+                "tokens come that are to be removed, or reset() and run the prompt again"
             )
-        length = max(0, length + tokens_to_remove)
-        self.pool.crop(length, [self.index])
-        if window is not None:
-            self.pool.drop_before(self.index, length - window + 1)
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -71,12 +71,12 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         "class": type(model).__name__,
         "transformers": transformers.__version__,
         "config": dict(_flatten(config, "")),
-        "adapters": _describe_adapters(model),
+        "adapters": describe_adapters(model),
         "tensors": dict(zip(tensors, described, strict=True)),
     }
 
 
-def _describe_adapters(model: PreTrainedModel) -> dict[str, Any]:
+def describe_adapters(model: torch.nn.Module) -> dict[str, Any]:
     """Return the active adapters of PEFT's layers, by name, with their scales."""
     found = {}
     for name, module in model.named_modules():
