@@ -249,6 +249,9 @@ def test_prompt_lookup_decoding():
     with make_cache(model) as cache:
         ours = generate(model, prompt, 50, past_key_values=cache, **options)
         assert torch.equal(ours.sequences, theirs.sequences)
+        cache.reset()
+        generate(model, prompt, 2, past_key_values=cache)
+        assert cache.report().num_blocks == 10 + 5  # all that left the window was kept before
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt2"])

@@ -232,6 +232,18 @@ def test_another_adapter(tmp_path: Path):
     adapted.set_adapter("second")
     with pytest.raises(PrefixFileError, match=r"here they are \[\['second'"):
         make_cache(model, prefix=tmp_path / "prefix")
+    adapted.set_adapter("default")
+    with make_cache(model, prefix=tmp_path / "prefix") as cache, make_cache(model) as other:
+        with torch.inference_mode():
+            adapted(**prompt, past_key_values=other)
+        adapted.set_adapter("second")
+        for each in cache, other:
+            with pytest.raises(PenstockError, match=r"active adapters of this Llama.* reset\(\)"):
+                each.save(tmp_path / "second")
+        other.reset()
+        with torch.inference_mode():
+            adapted(**prompt, past_key_values=other)
+        other.save(tmp_path / "second")
 
 
 def test_files_that_are_no_prefix_of_a_model(tmp_path: Path):

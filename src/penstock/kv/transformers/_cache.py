@@ -37,8 +37,10 @@ from penstock.kv.transformers._prefix import (
     check_mask,
     check_model,
     check_prompt,
+    check_state,
     check_tokens,
     describe_model,
+    note_state,
 )
 from penstock.memory import FileStore
 
@@ -155,6 +157,7 @@ class PooledCache(Savable, Cache):
         model = self._model()
         if model is None:
             raise PenstockError("the model of this cache is gone; save while it is there")
+        check_state(self.pool, model)
         batch_size = self.pool.batch_size(layers[0])
         if tokens is not None:
             tokens = check_tokens("tokens", tokens, batch_size, num_tokens)
@@ -427,6 +430,7 @@ def cache(
     hooks = [hook for each in inputs.values() for hook in each.hooks]
     own._release = weakref.finalize(own, restore, own._model, hooks)
     install(model)
+    note_state(own)
     tensors = {} if file is None else file.tensors
     own.prefix_tokens = own.known_tokens = tensors.get("prefix_tokens")
     if not is_pair:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PenstockError
-from penstock.kv.transformers._prefix import describe_adapters
+from penstock.kv.transformers._prefix import describe_state
 
 _WITHOUT_EFFECT = {"attention_mask", "cache_position", "position_ids", "output_attentions"}
 _CACHES = {"past_key_value", "past_key_values", "layer_past"}
@@ -118,7 +118,7 @@ class AttentionInputs:
         """Raise an error if keys of tokens before would be computed by other weights."""
         module = self._module()
         assert module is not None
-        state = _describe_state(module)
+        state = describe_state(module)
         if self._state is not None and state != self._state and not is_first:
             raise PenstockError(
                 f"the weights or active adapters of {self._name} are others than those that made "
@@ -213,12 +213,3 @@ class AttentionInputs:
                     "again; use keep_inputs=False"
                 )
         self._is_compared = True
-
-
-def _describe_state(module: torch.nn.Module) -> tuple[object, ...]:
-    """Return what keys depend on beside the inputs: identities of weights, and adapters."""
-    tensors = [*module.parameters(), *module.buffers()]
-    versions = [0 if each.is_inference() else each._version for each in tensors]
-    merged = [getattr(each, "merged_adapters", None) for each in module.modules()]
-    adapters = describe_adapters(module), [list(each) for each in merged if each]
-    return [each.data_ptr() for each in tensors], versions, *adapters

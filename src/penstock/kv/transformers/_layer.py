@@ -305,7 +305,8 @@ class PooledLayer(CacheLayerMixin):
             )
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens, and to keep those that leave the window."""
+        self.record_past = False
         self._pending = self._pending_inputs = None
         self.pool.reset([self.index])
 

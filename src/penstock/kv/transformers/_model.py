@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.kv._layout import KeyShape
 from penstock.kv.transformers._attention import attend_interface
 from penstock.kv.transformers._mask import make_range_mask
-from penstock.kv.transformers._prefix import refuse_weights, unwatch_calls, watch_calls
+from penstock.kv.transformers._prefix import note_state, refuse_weights, unwatch_calls, watch_calls
 
 IMPLEMENTATION = "penstock_kv"
 """Name of the attention implementation in Transformers' registries."""
@@ -122,8 +122,11 @@ class _CallCheck:
         if config._attn_implementation == IMPLEMENTATION and not _is_in_use(config):
             # The model was copied, or pickled, while it had a cache, which is not the copy's.
             config._attn_implementation_internal = self._before
-        if not any(hasattr(each, "check_prompt") for each in (*args, *options.values())):
+        caches = [each for each in (*args, *options.values()) if hasattr(each, "check_prompt")]
+        if not caches:
             return
+        if not caches[0].get_seq_length():
+            note_state(caches[0])
         asked = options.get("output_attentions", getattr(config, "output_attentions", None))
         refuse_weights(asked)  # which some models would leave out of their output
         if module.training:  # layers with gradient checkpointing would leave out the cache

@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import types
+import weakref
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from penstock.errors import PenstockError
+from penstock.kv._pool import BlockPool
 from penstock.kv._prefix_file import PrefixFile
 from penstock.memory import WorkerThreads
 
@@ -55,6 +57,8 @@ _ENCODER_INPUTS = (
     "inputs_embeds",
 )
 
+_states: weakref.WeakKeyDictionary[BlockPool, tuple[object, ...]] = weakref.WeakKeyDictionary()
+
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Return all that keys and values depend on beside the tokens, as JSON has it.
@@ -71,12 +75,12 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         "class": type(model).__name__,
         "transformers": transformers.__version__,
         "config": dict(_flatten(config, "")),
-        "adapters": describe_adapters(model),
+        "adapters": _describe_adapters(model),
         "tensors": dict(zip(tensors, described, strict=True)),
     }
 
 
-def describe_adapters(model: torch.nn.Module) -> dict[str, Any]:
+def _describe_adapters(model: torch.nn.Module) -> dict[str, Any]:
     """Return the active adapters of PEFT's layers, by name, with their scales."""
     found = {}
     for name, module in model.named_modules():
@@ -85,6 +89,33 @@ def describe_adapters(model: torch.nn.Module) -> dict[str, Any]:
             scales = getattr(module, "scaling", {})
             found[name] = [[each, str(scales.get(each))] for each in active]
     return found
+
+
+def describe_state(module: torch.nn.Module) -> tuple[object, ...]:
+    """Return what changes with a module's weights and adapters, as far as it takes no reading."""
+    tensors = [*module.parameters(), *module.buffers()]
+    versions = [0 if each.is_inference() else each._version for each in tensors]
+    plain = torch.Tensor, torch.nn.Parameter  # others may have no memory of their own
+    places = [each.data_ptr() if type(each) in plain else id(each) for each in tensors]
+    merged = [getattr(each, "merged_adapters", None) for each in module.modules()]
+    return places, versions, _describe_adapters(module), [list(each) for each in merged if each]
+
+
+def note_state(cache: Any) -> None:
+    """Note the state of the model that computes the first tokens of a cache."""
+    model = getattr(cache, "_own", cache)._model()
+    if model is not None:
+        _states[cache.pool] = describe_state(model)
+
+
+def check_state(pool: BlockPool, model: PreTrainedModel) -> None:
+    """Raise `PenstockError` if the model is not in the state that was noted."""
+    if pool in _states and describe_state(model) != _states[pool]:
+        raise PenstockError(
+            f"the weights or active adapters of this {type(model).__name__} are others than when "
+            "the cache got its first tokens, and a prefix file says those of the present; give the "
+            "model that state back, or reset() the cache and run the prompt again"
+        )
 
 
 def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
