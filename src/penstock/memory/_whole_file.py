@@ -39,17 +39,22 @@ class NewFile:
         True
 
     Args:
-        path: Its name; a file that has it is replaced when this one is complete.
+        path: Its name.
+        replace: Whether a file that has the name is replaced when this one is complete; else it is
+            an error, now and then.
 
     Raises:
-        StoreUnavailableError: The directory is missing, or cannot be written.
+        StoreUnavailableError: The directory is missing, or cannot be written; or the name is taken.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, replace: bool = True) -> None:
         self.path = os.path.abspath(os.fspath(path))
+        self._replace = replace
         self._directory, self._name = os.path.split(self.path)
         self._unfinished = ""  # a name, where the file system has no files without one
         self._num_unflushed = 0
+        if not replace and os.path.lexists(self.path):
+            raise self._taken()
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             kind = "directory" if os.path.isdir(self.path) else "device, a pipe or a socket"
             raise StoreUnavailableError(
@@ -79,6 +84,10 @@ class NewFile:
             self._directory, f".{self._name}.{os.getpid()}-{os.urandom(4).hex()}"
         )
         return os.open(self._unfinished, flags | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def fileno(self) -> int:
+        """Return the descriptor, to which others may write as well until the file is finished."""
+        return self._fd
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write buffers of bytes one after the other, all of them.
@@ -115,14 +124,17 @@ class NewFile:
         Raises:
             StoreFullError, StoreWriteError: The last bytes could not be written, or the name not be
                 given.
+            StoreUnavailableError: Another file has taken the name, and is not to be replaced.
         """
         try:
             os.fsync(self._fd)
-            if self._unfinished:
+            if not self._unfinished:
+                self._link()
+            elif not self._replace and os.path.lexists(self.path):
+                raise self._taken()
+            else:
                 os.replace(self._unfinished, self.path)
                 self._unfinished = ""
-            else:
-                self._link()
             directory = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(directory)
@@ -137,6 +149,8 @@ class NewFile:
             self._link_as(self.path)
             return
         except FileExistsError:
+            if not self._replace:
+                raise self._taken() from None
             beside = os.path.join(self._directory, f".{self._name}.complete")
         while True:
             try:
@@ -157,6 +171,11 @@ class NewFile:
             os.link(source, path, src_dir_fd=directory, follow_symlinks=True)
         finally:
             os.close(directory)
+
+    def _taken(self) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"file {self.path!r} exists; pass another path", path=self.path, errno=errno.EEXIST
+        )
 
     def _failed(self, error: OSError) -> StoreWriteError | StoreFullError:
         is_full = error.errno in FULL_ERRNOS

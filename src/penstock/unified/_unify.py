@@ -171,7 +171,7 @@ def empty(
         requires_grad: Whether gradients are recorded; those of gathered rows are sparse.
 
     Raises:
-        TypeError: `shape` is no sequence of integers, or `dtype` is not torch's.
+        TypeError: `shape` is no sequence of integers, `dtype` is not torch's, or `path` is no path.
         ValueError: `shape` is empty or has a negative length, `device` is not there, or a file at
             `path` would be of a format that cannot hold the table.
         CapacityError: There is not enough memory.
@@ -185,6 +185,8 @@ def empty(
     if dtype in _QUANTIZED:
         raise TypeError(f"dtype={dtype}: numbers without their scales; give the integers' dtype")
     if path is not None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"path={path!r}: expected a string, or a path of pathlib")
         file = create_table(path, lengths, dtype).path
         return unify(file, device=device, requires_grad=requires_grad)
     table = HostTable.empty(lengths, dtype, device=resolve_device(device))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
+import signal
 import struct
 import zlib
 
@@ -12,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
-from penstock.unified import unify
+from penstock.errors import StoreError, StoreFullError, StoreUnavailableError, StoreWriteError
+from penstock.memory import _transfers
+from penstock.unified import empty, unify
 from penstock.unified.file import layout as file_layout
+from penstock.unified.file import table as file_table
 from penstock.unified.file.layout import create, open_layout
+from penstock.unified.file.table import write_file
 
 
 @pytest.mark.parametrize(
@@ -114,6 +119,69 @@ def test_a_file_without_room_is_an_error_and_leaves_nothing(tmp_path, monkeypatc
     with pytest.raises(StoreFullError, match=r"cannot be made as a table of 1\.00 MiB: No space"):
         create(tmp_path / "table", (2**18 - 1024, 1), torch.float32)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["table", "table.npy"])
+@pytest.mark.parametrize("moment", ["allocated", "headed", "half filled"])
+def test_a_killed_process_leaves_no_part_of_a_new_file(tmp_path, monkeypatch, name, moment):
+    """A part would be in the way of the next run, or pass for a table with rows of zeroes."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def read_rows(index: torch.Tensor, out: torch.Tensor) -> None:
+        out.fill_(1)
+        if index[0]:
+            die()
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(file_table, "_BLOCK_BYTES", 64)
+        if moment == "allocated":
+            monkeypatch.setattr(os, "posix_fallocate", die)
+        if moment == "headed":
+            monkeypatch.setattr(os, "fsync", die)
+            create(tmp_path / name, (50, 2), torch.float32)
+        write_file(tmp_path / name, (50, 2), torch.float32, read_rows)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["table", "table.npy"])
+def test_a_disk_that_fails_leaves_no_part_of_a_new_file(tmp_path, monkeypatch, name):
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_transfers, "_pwritev", fail)
+        with pytest.raises(StoreWriteError, match="Input/output error"):
+            empty((3, 2), path=tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    assert not empty((3, 2), path=tmp_path / name)[torch.arange(3)].any()
+
+
+def test_a_name_that_was_taken_meanwhile_is_not_replaced(tmp_path):
+    def take(*_: object) -> None:
+        (tmp_path / "table").write_bytes(b"of another process")
+
+    with pytest.raises(StoreUnavailableError, match="exists"):
+        create(tmp_path / "table", (3, 2), torch.int8, fill=take)
+    assert (tmp_path / "table").read_bytes() == b"of another process"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "path", "error", "says"),
+    [
+        ((2**62, 4), "table", ValueError, r"shape=\(4611686018427387904, 4\): no file has as many"),
+        ((3, 2**61), "table.npy", ValueError, "no file has as many"),
+        ((3, 2), b"table", TypeError, "path=b'table': expected a string"),
+    ],
+)
+def test_tables_that_no_file_can_hold_are_refused(shape, path, error, says):
+    with pytest.raises(error, match=says):
+        empty(shape, path=path)
 
 
 def damaged_native(content: bytes) -> bytes:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from penstock.errors import StoreError, StoreWriteError
+from penstock.memory import NewFile
 from penstock.unified import empty, unify
 from penstock.unified.file import writer as file_writer
-from penstock.unified.optim import SGD, Adagrad, Adam, _optimizer, _updates
+from penstock.unified.optim import SGD, Adagrad, Adam, _updates
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # but where a test sets the number
 
@@ -276,7 +277,7 @@ def test_a_first_value_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     table[torch.tensor([7])].sum().backward()
     optimizer = Adagrad([table], initial_accumulator_value=0.5)
     with monkeypatch.context() as patch:
-        patch.setattr(_optimizer.os, "rename", lambda *_: 1 / 0)
+        patch.setattr(NewFile, "finish", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     assert not (tmp_path / "table.sum").exists()
@@ -285,7 +286,7 @@ def test_a_first_value_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     expected = torch.full((50, 4), 0.5)
     expected[7] = 1.5
     assert torch.equal(found, expected)
-    assert sorted(each.name for each in tmp_path.glob("*.unfinished*")) == []
+    assert {each.name for each in tmp_path.iterdir()} == {"table", "table.sum", "table.step"}
 
 
 # ------------------------------------------------------------- as any other optimizer

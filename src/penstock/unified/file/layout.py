@@ -24,6 +24,7 @@ import stat
 import struct
 import tokenize
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ import torch
 
 from penstock._lazy import cached_property
 from penstock.errors import StoreError, StoreFullError, StoreUnavailableError
+from penstock.memory import NewFile
 from penstock.memory.pages import round_up
 from penstock.memory.safetensors import SafetensorsHeader
 from penstock.units import format_bytes
@@ -207,15 +209,53 @@ def native_layout(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowL
     )
 
 
-def create(path: str | os.PathLike[str], shape: tuple[int, ...], dtype: torch.dtype) -> RowLayout:
-    """Make a file of zeroes, with its space allocated: NumPy's if its name says so, else native.
+def create(
+    path: str | os.PathLike[str],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    fill: Callable[[int, RowLayout], None] | None = None,
+) -> RowLayout:
+    """Make a file, with its space allocated: NumPy's if its name says so, else native.
+
+    It gets its name when all of it is on the disk, so an error or a kill leaves nothing.
+
+    Args:
+        path: Path of the file, which must be free.
+        shape: Lengths (num_rows, *row).
+        dtype: Dtype of the elements.
+        fill: Function that writes rows, given a descriptor and the layout; they are zeroes else.
 
     Raises:
-        ValueError: The name is that of another format, or NumPy has no such dtype.
+        ValueError: The name is that of another format, NumPy has no such dtype, or no file is as
+            large.
         StoreUnavailableError: The file exists, or its directory cannot be written to.
         StoreFullError: The file system has no room.
     """
     path = os.fspath(path)
+    layout, header, num_bytes = _new_layout(path, shape, dtype)
+    if os.path.lexists(path):
+        raise StoreUnavailableError(
+            f"{path} exists; give another path, or open it with penstock.unify",
+            path=path,
+            errno=errno.EEXIST,
+        )
+    with NewFile(path, replace=False) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            problem = f"cannot be made as a table of {format_bytes(num_bytes)}"
+            raise store_error(error, path, problem, StoreUnavailableError) from error
+        file.write(0, [memoryview(header)])
+        if fill is not None:
+            fill(file.fileno(), layout)
+        file.finish()
+    return layout
+
+
+def _new_layout(
+    path: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[RowLayout, bytes, int]:
+    """Return the layout of a new file, its header, and the bytes of all of it."""
     if path.endswith(".npy"):
         layout, header = _new_npy(path, shape, dtype)
     elif split_source(path)[0].endswith(".safetensors"):
@@ -224,24 +264,9 @@ def create(path: str | os.PathLike[str], shape: tuple[int, ...], dtype: torch.dt
         layout, header = _new_native(path, shape, dtype)
     num_blocks = -(-layout.num_rows // layout.rows_per_block)
     num_bytes = layout.offset + num_blocks * layout.block_bytes
-    try:
-        with open(layout.path, "xb") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-                file.write(header)
-            except BaseException:
-                os.unlink(layout.path)
-                raise
-    except FileExistsError as error:
-        raise StoreUnavailableError(
-            f"{layout.path} exists; give another path, or open it with penstock.unify",
-            path=layout.path,
-            errno=error.errno,
-        ) from error
-    except OSError as error:
-        problem = f"cannot be made as a table of {format_bytes(num_bytes)}"
-        raise store_error(error, layout.path, problem, StoreUnavailableError) from error
-    return layout
+    if max(num_bytes, math.prod(shape)) > _MAX_COUNT:
+        raise ValueError(f"shape={shape}: no file has as many bytes as that needs in {dtype}")
+    return layout, header, num_bytes
 
 
 def _new_native(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[RowLayout, bytes]:

@@ -17,7 +17,6 @@ from penstock.unified._table import CPU, Table, UnifiedReport
 from penstock.unified.device.hot_rows import HotRows
 from penstock.unified.device.table import DeviceTable, ReadRows
 from penstock.unified.file._journal import forget_journal, recover
-from penstock.unified.file._pool import open_file
 from penstock.unified.file._rows import RowReader, write_places
 from penstock.unified.file._source import RowSource
 from penstock.unified.file.layout import RowLayout, create, open_layout, store_error
@@ -192,11 +191,14 @@ def write_tables(parts: Sequence[tuple[FileTable, torch.Tensor, torch.Tensor]]) 
 
 
 def create_table(
-    path: str | os.PathLike[str], shape: tuple[int, ...], dtype: torch.dtype
+    path: str | os.PathLike[str],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    fill: Callable[[int, RowLayout], None] | None = None,
 ) -> RowLayout:
-    """Make a file of zeroes; see `create`. A journal of an older table of that name goes."""
+    """Make a file; see `create`. A journal of an older table of that name goes."""
     forget_journal(os.fspath(path))
-    return create(path, shape, dtype)
+    return create(path, shape, dtype, fill)
 
 
 def write_file(
@@ -210,10 +212,9 @@ def write_file(
     Raises:
         StoreError: The file exists, or has no room; nothing is left of it.
     """
-    layout = create_table(path, shape, dtype)
-    num_rows = max(1, _BLOCK_BYTES // max(1, layout.row_bytes))
-    file = open_file(layout.path, os.O_RDWR)
-    try:
+
+    def fill(file: int, layout: RowLayout) -> None:
+        num_rows = max(1, _BLOCK_BYTES // max(1, layout.row_bytes))
         for start in range(0, layout.num_rows, num_rows):
             index = torch.arange(start, min(start + num_rows, layout.num_rows), device="cpu")
             rows = torch.empty((len(index), *shape[1:]), dtype=dtype, device="cpu")
@@ -221,16 +222,12 @@ def write_file(
             if rows.numel():
                 content = rows.view(len(index), -1).view(torch.uint8).numpy()
                 write_places(file, layout, index.numpy(), content)
-        os.fsync(file)
-    except BaseException as error:
-        os.unlink(layout.path)
-        if isinstance(error, OSError):
-            problem = "could not be written"
-            raise store_error(error, layout.path, problem, StoreWriteError) from error
-        raise
-    finally:
-        os.close(file)
-    return layout
+
+    try:
+        return create_table(path, shape, dtype, fill)
+    except OSError as error:
+        problem = "could not be written"
+        raise store_error(error, os.fspath(path), problem, StoreWriteError) from error
 
 
 @without_gradients

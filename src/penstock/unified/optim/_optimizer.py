@@ -348,10 +348,5 @@ def _open_state(
         return unify(path, device=_CPU)
     if not first:
         return empty(shape, dtype, path=path, device=_CPU)
-    # Under another name until it is whole, because an existing file is trusted.
-    unfinished = f"{path}.unfinished"
-    if os.path.exists(unfinished):
-        os.unlink(unfinished)
-    write_file(unfinished, shape, dtype, lambda index, out: out.fill_(first))
-    os.rename(unfinished, path)
+    write_file(path, shape, dtype, lambda index, out: out.fill_(first))
     return unify(path, device=_CPU)
