@@ -548,6 +548,30 @@ def test_a_journal_is_for_whoever_may_read_the_table(folder):
     assert (folder / "table.journal").stat().st_mode & 0o777 == 0o640
 
 
+@pytest.mark.parametrize("kind", ["directory", "pipe", "unreadable"])
+def test_what_has_the_name_of_a_journal_and_is_none(folder, monkeypatch, kind):
+    """It is passed over beside a table, and an error under the name of the table's journal."""
+    make_files(folder)
+
+    def place(path: Path) -> None:
+        {"directory": Path.mkdir, "pipe": os.mkfifo, "unreadable": Path.touch}[kind](path)
+
+    def opened(path, *options):
+        if str(path).endswith(".journal") and kind == "unreadable":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open(path, *options)
+
+    monkeypatch.setattr(_journal, "open", opened, raising=False)
+    place(folder / "other.journal")
+    u = unify(folder / "table")
+    u[torch.tensor([3])] = 1.0
+    assert u[torch.tensor([3])].all()
+    del u  # or this process is the writer, who knows that there is none
+    place(folder / "table.journal")
+    with pytest.raises(StoreError, match=r"table\.journal (is damaged: it is no|cannot be read)"):
+        unify(folder / "table")
+
+
 def test_a_file_system_without_unnamed_files(folder, monkeypatch):
     """The journal has another name until it is complete."""
     real, layout = os.open, make_files(folder)[0]

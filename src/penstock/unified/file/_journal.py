@@ -27,6 +27,7 @@ import itertools
 import json
 import logging
 import os
+import stat
 import struct
 import time
 import zlib
@@ -40,7 +41,13 @@ import numpy as np
 from penstock.errors import StoreError, StoreUnavailableError
 from penstock.unified.file._pool import open_file
 from penstock.unified.file._rows import read_places, write_all, write_places
-from penstock.unified.file.layout import RowLayout, join_source, open_layout, split_source
+from penstock.unified.file.layout import (
+    RowLayout,
+    join_source,
+    open_layout,
+    split_source,
+    store_error,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +174,7 @@ def recover(layout: RowLayout, *, held: frozenset[int] = frozenset()) -> int:
         except StoreError:
             if path == own:
                 raise
-            continue  # not of this file
+            continue  # of other files: where it may not be read, its files may not be either
         if path == own or any(entry["inode"] == layout.inode for entry in entries):
             num_rows += _InterruptedWrite(path, entries, layout).finish(held)
     return num_rows
@@ -201,13 +208,21 @@ def _list_journals(path: str) -> list[str]:
 
 def _read_entries(path: str) -> list[dict[str, Any]]:
     """Return the entries of a journal's files. It never changes while it has its name."""
-    with open(path, "rb") as file:
-        start = file.read(_HEADER.size + _LENGTH.size)
-        if len(start) == _HEADER.size + _LENGTH.size and start[:8] == _MAGIC:
-            length = _LENGTH.unpack_from(start, _HEADER.size)[0]
-            with suppress(ValueError):
-                entries = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))
-                return [{**each, "inode": int(each["inode"])} for each in entries]
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would wait for its writer
+            raise _damaged_error(path, "it is no regular file")
+        with open(path, "rb") as file:
+            start = file.read(_HEADER.size + _LENGTH.size)
+            if len(start) == _HEADER.size + _LENGTH.size and start[:8] == _MAGIC:
+                length = _LENGTH.unpack_from(start, _HEADER.size)[0]
+                with suppress(ValueError):
+                    entries = json.loads(file.read(min(length, os.fstat(file.fileno()).st_size)))
+                    return [{**each, "inode": int(each["inode"])} for each in entries]
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        problem = "cannot be read, so it is not known whether rows are torn"
+        raise store_error(error, path, problem, StoreUnavailableError) from error
     raise _damaged_error(path, "it does not begin as a journal of this version")
 
 
