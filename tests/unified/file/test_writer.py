@@ -214,13 +214,15 @@ def test_rows_that_a_killed_process_tore_are_mended(folder, monkeypatch):
     assert not (folder / "table.journal").exists()
 
 
-def test_the_next_write_finishes_one_that_failed(folder, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_the_next_write_finishes_one_that_failed(folder, monkeypatch, number):
+    """Without room, too, as in the holes of a sparse file: the rows are kept."""
     layout = open_layout(create(folder / "table", (10, 512), torch.float32).path)
     writer = RowWriter(layout)
     with monkeypatch.context() as patch:
-        patch.setattr(file_writer, "write_places", fails(errno.EIO))
+        patch.setattr(file_writer, "write_places", fails(number))
         for _ in range(2):
-            with pytest.raises(StoreError, match="Input/output error"):
+            with pytest.raises(StoreWriteError, match=rf"{os.strerror(number)}.*kept in .*journal"):
                 write_batch([(writer, np.array([3]), content_of(layout, 1, 9))])
     write_batch([(writer, np.array([5]), content_of(layout, 1, 8))])
     rows = unify(folder / "table")[torch.arange(10)].view(torch.uint8)

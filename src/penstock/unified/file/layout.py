@@ -226,8 +226,7 @@ def create(
         fill: Function that writes rows, given a descriptor and the layout; they are zeroes else.
 
     Raises:
-        ValueError: The name is that of another format, NumPy has no such dtype, or no file is as
-            large.
+        ValueError: The format is another, or does not have the dtype, or no file is as large.
         StoreUnavailableError: The file exists, or its directory cannot be written to.
         StoreFullError: The file system has no room.
     """

@@ -188,7 +188,7 @@ class TableFile:
 
         None, if an interrupt came before the journal was sure to have them.
         """
-        with self._translate_errors():
+        with self._translate_errors(is_kept=self._is_in_journal):
             if self._is_in_journal:
                 for table, rows, content in self._batch:
                     file, layout = table.file, table.layout
@@ -231,11 +231,21 @@ class TableFile:
             raise replaced_error(layout.path)
 
     @contextmanager
-    def _translate_errors(self) -> Iterator[None]:
+    def _translate_errors(self, *, is_kept: bool = False) -> Iterator[None]:
+        """Name the file; a batch that the journal keeps is never one that found no room."""
         try:
             yield
         except OSError as error:
-            raise store_error(error, self._path, "could not be written", StoreWriteError) from error
+            if not is_kept:
+                problem = "could not be written"
+                raise store_error(error, self._path, problem, StoreWriteError) from error
+            raise StoreWriteError(
+                f"{self._path} could not be written: {os.strerror(error.errno or 0)}. Its rows are "
+                f"kept in {self._path + SUFFIX}; the next read or write, or the next opening, "
+                "writes them to their places: do not write them again",
+                path=self._path,
+                errno=error.errno,
+            ) from error
 
     def _reset_after_fork(self) -> None:
         """Reset the state in a forked child: its parent's batch and lock are not its own."""
