@@ -55,6 +55,25 @@ def test_gradients_are_planned_for_what_requires_them():
     assert "segment GEMM" not in kinds  # that would be the gradient of x
 
 
+def test_the_program_is_that_of_the_call():
+    """Its backward is that of the call, too: none without gradients, none for what is not used."""
+
+    def read_in_vain(g, x, W, unused):
+        _ = g.edges.src(unused) @ W[g.edges.type]
+        return g.sum_to_dst(g.edges.src(x) @ W[g.edges.type])
+
+    function = rgnn.compile(read_in_vain, backend="torch")
+    x, W = ARGUMENTS[0].clone().requires_grad_(), ARGUMENTS[1]
+    arguments = (GRAPH, x, W, torch.ones(30, 3, dtype=x.dtype, requires_grad=True))
+    for is_enabled in (True, False):
+        with torch.set_grad_enabled(is_enabled):
+            function(*arguments)
+            num_plans = function.num_plans
+            plan = function.explain(*arguments)
+        assert function.num_plans == num_plans  # it is the program that has run
+        assert any(kernel.is_backward for kernel in plan.kernels) == is_enabled
+
+
 def test_the_text_names_lines_rows_and_reasons():
     arguments = layer_arguments("rgat", GRAPH)
     text = str(LAYERS["rgat"].explain(GRAPH, *arguments))

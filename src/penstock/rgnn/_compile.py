@@ -175,14 +175,19 @@ class CompiledFunction:
 
         Args:
             graph: The graph of the call.
-            args: Arguments of the call; tensors that require gradients get a backward.
+            args: Arguments of the call; tensors that require gradients get a backward, where
+                gradients are recorded.
             kwargs: Arguments of the call by name.
 
         Returns:
             A report; `print` shows it as text.
         """
         traced, tensors = self._trace_call(graph, args, kwargs)
-        wrt = tuple(name for name in tensors if tensors[name].requires_grad)
+        wrt: tuple[str, ...] = ()
+        if torch.is_grad_enabled():  # as a call
+            wrt = tuple(
+                name for name in tensors if tensors[name].requires_grad and name in traced.used
+            )
         backend = resolve(self._backend, graph.device.type)
         compiled = self._compile_for(traced, graph, wrt)
         dtype = next(iter(tensors.values())).dtype if tensors else torch.get_default_dtype()

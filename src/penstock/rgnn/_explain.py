@@ -130,7 +130,7 @@ def _explain_order(lowered: LoweredProgram, element_bytes: int) -> Iterator[Deci
             after, before = (
                 format_bytes(number * element_bytes) for number in (scratch.after, scratch.before)
             )
-            reason = f"{after} of scratch memory beside results for {before}"
+            reason = f"about {after} of scratch memory beside results for {before}"
             yield Decision("order", True, name, reason, "kernels and their parts")
 
 
