@@ -17,14 +17,18 @@ improved afterwards.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 MOST_STATES = 2**16
 _MOST_EARLY_STATES = 2**12
+_MOST_SCHEDULES = 64  # that are remembered
 _MOST_ROUNDS = 4  # of improving the variables that are not eliminated
 
 
@@ -93,13 +97,50 @@ Table = tuple[tuple[int, ...], np.ndarray]
 """Variables, and a number for each of their options."""
 
 
-class _Joint(NamedTuple):
-    """The table of variables that are added up, and how each of the given ones lies in it."""
+class _Step(NamedTuple):
+    """Elimination of a variable: the tables that are added up, and how each lies in their sum.
+
+    Attributes:
+        names: The variable, then all others of its tables.
+        shape: The number of options of each.
+        sources: Places of the tables, among those that are given and the results of steps before.
+        orders: For each table, the order of its axes.
+        shapes: For each table its shape with all axes of the sum.
+    """
 
     names: tuple[int, ...]
     shape: list[int]
+    sources: list[int]
     orders: list[list[int]]
     shapes: list[list[int]]
+
+
+class _Schedule(NamedTuple):
+    """The order of elimination, for any numbers in the tables.
+
+    Attributes:
+        early: Variables without bytes, in the order in which they are eliminated.
+        order: Those that are eliminated after them.
+        kept: Those that are not.
+        early_pairs: Pairs of variables of which one is eliminated early, in their order.
+        other_pairs: All others.
+        early_steps: Of the variables without bytes: of their costs, then of their pairs.
+        left: Places of tables that these leave.
+        left_names: The variables of those.
+        steps: Of the others: of what is left, then of the variables' costs, then of their pairs.
+        sums: Places of tables that these leave, each with a single number.
+    """
+
+    early: list[int]
+    order: list[int]
+    kept: list[int]
+    early_pairs: list[tuple[int, int]]
+    other_pairs: list[tuple[int, int]]
+    early_steps: list[_Step]
+    left: list[int]
+    left_names: list[tuple[int, ...]]
+    steps: list[_Step]
+    sums: list[int]
 
 
 class Elimination:
@@ -107,73 +148,26 @@ class Elimination:
 
     Attributes:
         choices: The variables.
-        early: Variables without bytes, in the order in which they are eliminated.
-        order: Those that are eliminated after them.
-        kept: Those that are not.
     """
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
-        self.early: list[int] = []
-        self.order: list[int] = []
-        self.kept: list[int] = []
-        self._find_order()
-        self._place = {v: place for place, v in enumerate(self.early)}
+        with_bytes = {v for v, own in enumerate(choices.bytes) if own.any()}
+        with_bytes.update(v for pair in choices.pair_bytes for v in pair)
+        self._schedule = _find_schedule(
+            tuple(choices.num_options),
+            tuple(choices.pair_costs),
+            frozenset(with_bytes),
+            (_MOST_EARLY_STATES, MOST_STATES),
+        )
         self._known: tuple[list[Table], list[Table]] | None = None
         self._early_tables: list[Table] = []
-        self._joints: dict[tuple[object, ...], _Joint] = {}
         self._tables: list[Table] = []
 
     @property
     def is_exact(self) -> bool:
         """True if every variable is eliminated, so that what `solve` returns is an optimum."""
-        return not self.kept
-
-    def _find_order(self) -> None:
-        """Take the variable of the smallest state next; keep one where all are too large."""
-        options = self.choices.num_options
-        neighbours: list[set[int]] = [set() for _ in options]
-        for a, b in self.choices.pair_costs:
-            neighbours[a].add(b)
-            neighbours[b].add(a)
-        with_bytes = {v for v, own in enumerate(self.choices.bytes) if own.any()}
-        with_bytes.update(v for pair in self.choices.pair_bytes for v in pair)
-        light = {v for v in range(len(options)) if v not in with_bytes}
-        self._take(light, neighbours, self.early, _MOST_EARLY_STATES)
-        self._take(with_bytes | light, neighbours, self.order, MOST_STATES)
-        while rest := (with_bytes | light) - {*self.order, *self.kept}:
-            chosen = max(rest, key=lambda v: (len(neighbours[v]), -v))
-            self.kept.append(chosen)
-            for other in neighbours[chosen]:
-                neighbours[other].discard(chosen)
-            self._take(rest - {chosen}, neighbours, self.order, MOST_STATES)
-
-    def _take(
-        self, among: set[int], neighbours: list[set[int]], order: list[int], most: int
-    ) -> None:
-        """Eliminate variables while their states are small, and take them out of the set."""
-        options = self.choices.num_options
-        sizes = {v: self._state(v, neighbours) for v in among}
-        while sizes:
-            chosen = min(sizes, key=lambda v: (sizes[v], v))
-            if sizes[chosen] * options[chosen] > most:
-                return
-            order.append(chosen)
-            among.discard(chosen)
-            near = neighbours[chosen]
-            for other in near:
-                neighbours[other] |= near
-                neighbours[other] -= {other, chosen}
-            del sizes[chosen]
-            for other in near:
-                if other in sizes:
-                    sizes[other] = self._state(other, neighbours)
-
-    def _state(self, variable: int, neighbours: list[set[int]]) -> int:
-        size = 1
-        for other in neighbours[variable]:
-            size *= self.choices.num_options[other]
-        return size
+        return not self._schedule.kept
 
     def solve(
         self, price: float, start: np.ndarray, added: Sequence[np.ndarray] | None = None
@@ -188,17 +182,18 @@ class Elimination:
         options, best = np.array(start), np.inf
         early, factors = self._eliminate_early(added)
         factors = [*factors, *self._priced(price, added)]
-        of_kept = {v: [each for each in factors if v in each[0]] for v in self.kept}
+        schedule = self._schedule
+        of_kept = {v: [each for each in factors if v in each[0]] for v in schedule.kept}
         for _ in range(_MOST_ROUNDS):
             self._descend(options, of_kept)
             value = self._eliminate(options, factors)
-            self._fill_in(options, self.order, self._tables)
+            self._fill_in(options, self._tables)
             if self.is_exact or value >= best - 1e-9 * abs(value):
                 best = min(best, value)
                 break
             best = value
         self._early_tables = early
-        self._fill_in(options, self.early, early)
+        self._fill_in(options, early)
         return best, options
 
     def _eliminate_early(
@@ -207,92 +202,55 @@ class Elimination:
         """Eliminate the variables without bytes; return their tables, and those that are left."""
         if added is None and self._known is not None:
             return self._known
-        place, choices = self._place, self.choices
-        buckets: list[list[Table]] = [[] for _ in self.early]
-        left: list[Table] = []
-
-        def put(names: tuple[int, ...], numbers: np.ndarray) -> None:
-            early = [place[v] for v in names if v in place]
-            (buckets[min(early)] if early else left).append((names, numbers))
-
-        for v in self.early:
-            put((v,), choices.costs[v] if added is None else choices.costs[v] + added[v])
-        for key, numbers in choices.pair_costs.items():
-            if key[0] in place or key[1] in place:
-                put(key, numbers)
-        tables = []
-        for v, bucket in zip(self.early, buckets, strict=True):
-            joined = self._join(v, bucket)
-            tables.append(joined)
-            put(joined[0][1:], joined[1].min(axis=0))
+        schedule, choices = self._schedule, self.choices
+        tables = [
+            choices.costs[v] if added is None else choices.costs[v] + added[v]
+            for v in schedule.early
+        ]
+        tables += [choices.pair_costs[key] for key in schedule.early_pairs]
+        found = _run(schedule.early_steps, tables)
+        left = [tables[place] for place in schedule.left]
+        result = found, [*zip(schedule.left_names, left, strict=True)]
         if added is None:
-            self._known = tables, left
-        return tables, left
+            self._known = result
+        return result
 
     def _priced(self, price: float, added: Sequence[np.ndarray] | None) -> list[Table]:
         """Return the costs of the other variables and their pairs."""
-        choices = self.choices
+        choices, schedule = self.choices, self._schedule
         tables: list[Table] = []
-        for v in (*self.order, *self.kept):
+        for v in (*schedule.order, *schedule.kept):
             own = choices.costs[v] + price * choices.bytes[v]
             tables.append(((v,), own if added is None else own + added[v]))
-        for key, table in choices.pair_costs.items():
-            if key[0] not in self._place and key[1] not in self._place:
-                more = choices.pair_bytes.get(key)
-                tables.append((key, table if more is None else table + price * more))
+        for key in schedule.other_pairs:
+            table, more = choices.pair_costs[key], choices.pair_bytes.get(key)
+            tables.append((key, table if more is None else table + price * more))
         return tables
 
     def _eliminate(self, fixed: np.ndarray, factors: Sequence[Table]) -> float:
         """Eliminate all variables but the kept ones, whose options are given; return the sum."""
-        rank = {v: place for place, v in enumerate(self.order)}
-        buckets: list[list[Table]] = [[] for _ in self.order]
+        schedule = self._schedule
+        tables = [numbers for _, numbers in factors]
+        if schedule.kept:
+            kept = {*schedule.kept}
+            for place, (names, numbers) in enumerate(factors):
+                if not kept.isdisjoint(names):
+                    chosen = (fixed[v] if v in kept else slice(None) for v in names)
+                    tables[place] = numbers[tuple(chosen)]
+        self._tables = _run(schedule.steps, tables)
         constant = 0.0
-
-        def put(names: tuple[int, ...], numbers: np.ndarray) -> None:
-            nonlocal constant
-            for axis in reversed(range(len(names))):
-                if names[axis] not in rank:
-                    numbers = numbers.take(fixed[names[axis]], axis=axis)
-            names = tuple(v for v in names if v in rank)
-            if names:
-                buckets[min(rank[v] for v in names)].append((names, numbers))
-            else:
-                constant += float(numbers)
-
-        for names, numbers in factors:
-            put(names, numbers)
-        self._tables = []
-        for v, bucket in zip(self.order, buckets, strict=True):
-            joined = self._join(v, bucket)
-            self._tables.append(joined)
-            put(joined[0][1:], joined[1].min(axis=0))
+        for place in schedule.sums:
+            constant += float(tables[place])
         return constant
 
     @staticmethod
-    def _fill_in(options: np.ndarray, order: Sequence[int], tables: Sequence[Table]) -> None:
+    def _fill_in(options: np.ndarray, tables: Sequence[Table]) -> None:
         """Choose the best option of each variable, the last eliminated first."""
-        for v, (names, numbers) in zip(reversed(order), reversed(tables), strict=True):
-            place = [options[name] for name in names[1:]]
-            options[v] = numbers[(slice(None), *place)].argmin()
-
-    def _join(self, v: int, tables: list[Table]) -> Table:
-        """Add tables up over all their variables, v first."""
-        key = v, *[names for names, _ in tables]
-        joint = self._joints.get(key)
-        if joint is None:
-            joint = self._joints[key] = self._find_joint(v, [names for names, _ in tables])
-        total = np.zeros(joint.shape)
-        for (_, numbers), order, shape in zip(tables, joint.orders, joint.shapes, strict=True):
-            total += numbers.transpose(order).reshape(shape)
-        return joint.names, total
-
-    def _find_joint(self, v: int, tables: list[tuple[int, ...]]) -> _Joint:
-        others = sorted({name for names in tables for name in names} - {v})
-        names, options = (v, *others), self.choices.num_options
-        place = {name: axis for axis, name in enumerate(names)}
-        orders = [sorted(range(len(own)), key=lambda axis: place[own[axis]]) for own in tables]
-        shapes = [[options[name] if name in own else 1 for name in names] for own in tables]
-        return _Joint(names, [options[name] for name in names], orders, shapes)
+        chosen: list[int] = options.tolist()
+        for names, numbers in reversed(tables):
+            place = [chosen[name] for name in names[1:]]
+            chosen[names[0]] = int(numbers[(slice(None), *place)].argmin())
+        options[:] = chosen
 
     def _descend(self, options: np.ndarray, tables_of: dict[int, list[Table]]) -> None:
         """Change one kept variable at a time while that lowers the sum."""
@@ -313,7 +271,7 @@ class Elimination:
         """
         assert self.is_exact, "only where all variables are eliminated"
         options = np.zeros(len(self.choices.num_options), dtype=int)
-        order = [*self.order[::-1], *self.early[::-1]]
+        order = [*self._schedule.order[::-1], *self._schedule.early[::-1]]
         tables = [*self._tables[::-1], *self._early_tables[::-1]]
         value = sum(float(t.min()) for names, t in tables if len(names) == 1)
         stack = [(value, 0, options)]
@@ -334,3 +292,147 @@ class Elimination:
                     changed = options.copy()
                     changed[order[depth]] = option
                     stack.append((after, depth + 1, changed))
+
+
+def _run(steps: Sequence[_Step], tables: list[np.ndarray]) -> list[Table]:
+    """Eliminate variables; add what each leaves to the tables, and return the sums over each."""
+    found: list[Table] = []
+    for names, shape, sources, orders, shapes in steps:
+        total = np.empty(shape)
+        is_first = True
+        for source, order, own in zip(sources, orders, shapes, strict=True):
+            numbers = tables[source].transpose(order).reshape(own)
+            if is_first:
+                total[...] = numbers
+                is_first = False
+            else:
+                total += numbers
+        found.append((names, total))
+        tables.append(np.minimum.reduce(total, axis=0))
+    return found
+
+
+@functools.lru_cache(maxsize=_MOST_SCHEDULES)
+def _find_schedule(
+    options: tuple[int, ...],
+    pairs: tuple[tuple[int, int], ...],
+    with_bytes: frozenset[int],
+    most: tuple[int, int],
+) -> _Schedule:
+    """Return the order in which variables are eliminated; levels of a step are often alike.
+
+    Args:
+        options: Their numbers of options.
+        pairs: Pairs of variables with costs.
+        with_bytes: Variables with bytes.
+        most: States of a variable that is eliminated, without bytes and with them.
+    """
+    early, order, kept = _find_order(options, pairs, with_bytes, most)
+    first = {*early}
+    early_pairs = [key for key in pairs if key[0] in first or key[1] in first]
+    other_pairs = [key for key in pairs if key[0] not in first and key[1] not in first]
+    names: list[tuple[int, ...]] = [*((v,) for v in early), *early_pairs]
+    early_steps, left = _list_steps(early, names, options)
+    left_names = [names[place] for place in left]
+    rest = [*left_names, *((v,) for v in (*order, *kept)), *other_pairs]
+    names = [tuple(v for v in each if v not in {*kept}) for each in rest]
+    steps, sums = _list_steps(order, names, options)
+    return _Schedule(
+        early, order, kept, early_pairs, other_pairs, early_steps, left, left_names, steps, sums
+    )
+
+
+def _list_steps(
+    order: Sequence[int], names: list[tuple[int, ...]], options: Sequence[int]
+) -> tuple[list[_Step], list[int]]:
+    """Return the steps that eliminate variables in an order, and the places of what they leave.
+
+    The variables of tables that they make are added to those of the given ones.
+    """
+    rank = {v: place for place, v in enumerate(order)}
+    buckets: list[list[int]] = [[] for _ in order]
+    left: list[int] = []
+
+    def put(place: int) -> None:
+        ranks = [rank[v] for v in names[place] if v in rank]
+        (buckets[min(ranks)] if ranks else left).append(place)
+
+    for place in range(len(names)):
+        put(place)
+    steps = []
+    for v, bucket in zip(order, buckets, strict=True):
+        steps.append(_find_step(v, bucket, [names[place] for place in bucket], options))
+        names.append(steps[-1].names[1:])
+        put(len(names) - 1)
+    return steps, left
+
+
+def _find_step(
+    v: int, sources: list[int], tables: list[tuple[int, ...]], options: Sequence[int]
+) -> _Step:
+    others = sorted({name for names in tables for name in names} - {v})
+    names = (v, *others)
+    place = {name: axis for axis, name in enumerate(names)}
+    orders = [sorted(range(len(own)), key=lambda axis: place[own[axis]]) for own in tables]
+    shapes = [[options[name] if name in own else 1 for name in names] for own in tables]
+    return _Step(names, [options[name] for name in names], sources, orders, shapes)
+
+
+def _find_order(
+    options: Sequence[int],
+    pairs: Sequence[tuple[int, int]],
+    with_bytes: frozenset[int],
+    most: tuple[int, int],
+) -> tuple[list[int], list[int], list[int]]:
+    """Take the variable of the smallest state next; keep one where all are too large."""
+    neighbours: list[set[int]] = [set() for _ in options]
+    for a, b in pairs:
+        neighbours[a].add(b)
+        neighbours[b].add(a)
+    light = {v for v in range(len(options)) if v not in with_bytes}
+    early: list[int] = []
+    order: list[int] = []
+    kept: list[int] = []
+    _take(light, options, neighbours, early, most[0])
+    _take(light | with_bytes, options, neighbours, order, most[1])
+    while rest := (light | with_bytes) - {*order, *kept}:
+        chosen = max(rest, key=lambda v: (len(neighbours[v]), -v))
+        kept.append(chosen)
+        for other in neighbours[chosen]:
+            neighbours[other].discard(chosen)
+        _take(rest - {chosen}, options, neighbours, order, most[1])
+    return early, order, kept
+
+
+def _take(
+    among: set[int],
+    options: Sequence[int],
+    neighbours: list[set[int]],
+    order: list[int],
+    most: int,
+) -> None:
+    """Eliminate variables while their states are small, and take them out of the set."""
+
+    def state(variable: int) -> int:
+        return prod(options[other] for other in neighbours[variable])
+
+    sizes = {v: state(v) for v in among}
+    queue = [(size, v) for v, size in sizes.items()]
+    heapify(queue)
+    while queue:
+        size, chosen = heappop(queue)
+        if sizes.get(chosen) != size:
+            continue  # of a state that has changed since
+        if size * options[chosen] > most:
+            return
+        order.append(chosen)
+        among.discard(chosen)
+        del sizes[chosen]
+        near = neighbours[chosen]
+        for other in near:
+            neighbours[other] |= near
+            neighbours[other] -= {other, chosen}
+        for other in near:
+            if other in sizes:
+                sizes[other] = state(other)
+                heappush(queue, (sizes[other], other))
