@@ -138,12 +138,15 @@ def find_moves(
     """
     if held == need:
         return ()
-    if any(b == PARTIAL and a >= 0 for a, b in zip(held, need, strict=True)):
+    is_wanted = PARTIAL in need
+    if is_wanted and any(b == PARTIAL and a >= 0 for a, b in zip(held, need, strict=True)):
         return None
     moves, held = _add_up(num_bytes, held, need, mesh, extents, blocked)
     sizes = mesh.sizes
-    mixed = {axis for axis in held if axis >= 0 and _is_mixed(axis, held, need, extents, sizes)}
-    mixed |= {axis for axis in held if axis in blocked}
+    own = {axis for axis in held if axis >= 0}
+    if not own:
+        return tuple(moves)
+    mixed = {axis for axis in own if axis in blocked or _is_mixed(axis, held, need, extents, sizes)}
     changed = [i for i, axis in enumerate(held) if axis >= 0 and (axis != need[i] or axis in mixed)]
     needed = share(need, sizes)
 
@@ -173,11 +176,11 @@ def _is_mixed(
     Levels that each have a digit keep it whatever others do; the pieces of other sets of levels lie
     in order of these.
     """
+    if axis not in need:
+        return False
     before = {level for level, each in enumerate(held) if each == axis}
     after = {level for level, each in enumerate(need) if each == axis}
-    return (
-        bool(after) and before != after and not before | after <= joint_levels(extents[axis], sizes)
-    )
+    return before != after and not before | after <= joint_levels(extents[axis], sizes)
 
 
 def _add_up(
@@ -189,6 +192,8 @@ def _add_up(
     blocked: frozenset[int],
 ) -> tuple[list[Move], Placement]:
     """Return the collectives that add up partial sums, and the placement after them."""
+    if PARTIAL not in held:
+        return [], held
     summed = [i for i, axis in enumerate(held) if axis == PARTIAL and need[i] != PARTIAL]
     if not summed:
         return [], held

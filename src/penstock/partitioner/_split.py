@@ -137,6 +137,11 @@ class Model:
         self._forms: dict[tuple[Use, tuple[int, ...]], int] = {}
         self.uses = [self._find_uses(members[0]) for members in groups.operators]
         self._known_forms = [*self._forms]
+        kinds: dict[object, int] = {}
+        self._kind_of_form = [
+            kinds.setdefault((use.num_bytes, use.blocked, use.halo, extents), form)
+            for form, (use, extents) in enumerate(self._known_forms)
+        ]
         self._owners = [tuple(use.owner for use in uses) for uses in self.uses]
         self._costs: dict[Mesh, dict[object, GroupCost]] = {}
         self._traffic = functools.cache(self._find_traffic)
@@ -154,19 +159,19 @@ class Model:
         return tuple(found)
 
     def _find_traffic(
-        self, form: int, own: Placement, split: Split, rest: Placement, mesh: Mesh, is_output: bool
+        self, kind: int, own: Placement, split: Split, rest: Placement, mesh: Mesh, is_output: bool
     ) -> Traffic | None:
         """Return the exchange between a placement at rest and an operator's own; None if none can.
 
         Args:
-            form: Of the operand or result.
+            kind: Number of a form with the same exchange between the same placements.
             own: The placement in which the operator has it.
             split: Of the operator; `()` where there is no halo.
             rest: The placement at rest.
             mesh: Levels of ranks.
             is_output: Whether it is a result.
         """
-        use, extents = self._known_forms[form]
+        use, extents = self._known_forms[kind]
         held, need = (own, rest) if is_output else (rest, own)
         blocked = frozenset(range(len(extents))) & use.blocked
         moves = find_moves(use.num_bytes, held, need, mesh=mesh, extents=extents, blocked=blocked)
@@ -177,7 +182,8 @@ class Model:
 
     def traffic(self, use: GroupUse, split: Split, rest: Placement, mesh: Mesh) -> Traffic | None:
         """Return the exchange of an operand or result; None if none can be."""
-        return self._traffic(use.form, *_own_placement(use, split), rest, mesh, use.is_output)
+        kind = self._kind_of_form[use.form]
+        return self._traffic(kind, *_own_placement(use, split), rest, mesh, use.is_output)
 
     def _find_table(
         self,
@@ -189,12 +195,17 @@ class Model:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return for each split and placement the weighted bytes received, and the extra bytes."""
         use = GroupUse(self._known_forms[form][0], 0, form, is_output)
+        kind = self._kind_of_form[form]
         costs = np.zeros((len(splits), len(placements)))
         extra = np.zeros_like(costs)
+        rows: dict[tuple[Placement, Split], int] = {}
         for i, split in enumerate(splits):
-            own, of_halo = _own_placement(use, split)
+            own, of_halo = place = _own_placement(use, split)
+            if (known := rows.setdefault(place, i)) != i:
+                costs[i], extra[i] = costs[known], extra[known]
+                continue
             for j, placement in enumerate(placements):
-                found = self._traffic(form, own, of_halo, placement, mesh, is_output)
+                found = self._traffic(kind, own, of_halo, placement, mesh, is_output)
                 if found is None:
                     costs[i, j] = FORBIDDEN
                 elif found.moves:
