@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from _traps import CASES as TRAPS
 from _zoo import CASES as ZOO
-from penstock.compat.fake_tensors import make_fake
+from penstock.compat.fake_tensors import make_fake, new_mode
 from penstock.graph import capture
 from penstock.graph.capturing import _fake_results, recorder
 
@@ -68,7 +68,7 @@ def made(monkeypatch) -> list[str]:
     monkeypatch.setattr(recorder, "run_fake", compared)
     monkeypatch.setattr(_fake_results, "_cache", {})
     # Kernels are called again for each result: those of torch's cache, which captures leave out.
-    monkeypatch.setattr("penstock.graph.capturing.capture.new_mode", FakeTensorMode)
+    monkeypatch.setattr("penstock.graph.capturing.capture.new_mode", lambda _: FakeTensorMode())
     return names
 
 
@@ -103,6 +103,37 @@ def test_what_is_no_matter_of_forms_is_not_kept(made):
             assert isinstance(changed, FakeTensor)
             assert changed.untyped_storage()._cdata == operand.untyped_storage()._cdata
     assert set(made) == {"add", "t", "relu_", "_unsafe_view"}
+
+
+COMPOUND = {
+    "a sampled grid": (aten.grid_sampler_2d.default, lambda x: (x, x[..., :2], 0, 0, False)),
+    "a bicubic grid": (aten.grid_sampler_2d.default, lambda x: (x, x[..., :2], 2, 1, True)),
+    "a cubic image": (aten.upsample_bicubic2d.default, lambda x: (x, [7, 5], False, None, None)),
+    "a linear image": (aten.upsample_bilinear2d.default, lambda x: (x, [7, 5], True, None, None)),
+    "a product and a sum": (aten.addmm.default, lambda x: (x[0, 0, 0], x[0, 0], x[0, :, 0])),
+    "a loss": (
+        aten.binary_cross_entropy_with_logits.default,
+        lambda x: (x, x, x[0, 0], None, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPOUND)
+def test_kernels_that_are_made_of_others_know_these(name, monkeypatch):
+    """With the results of the inner operators made the first time, and known the second."""
+    func, arguments = COMPOUND[name]
+    monkeypatch.setattr(_fake_results, "_nested_cache", cache := {})
+    num_known = []
+    for order in ((0, 1, 2, 3), (0, 2, 3, 1), (2, 3, 1, 0)):
+        found = []
+        for mode in (FakeTensorMode(), *(new_mode(_fake_results.run_nested) for _ in range(2))):
+            with mode:
+                args = arguments(torch.empty_permuted((2, 4, 3, 4), order))
+                found.append(looks(func(*args), tensors_in(args)))
+            num_known.append(len(cache))
+        assert found[0] == found[1] == found[2]
+    assert num_known[1] > 3
+    assert num_known[1::3] == num_known[2::3]  # the second time all are known
 
 
 def test_new_ones_are_as_torchs_own_and_let_their_mode_die():

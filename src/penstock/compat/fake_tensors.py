@@ -1,5 +1,6 @@
 """Private names of torch's fake tensors, which have a form and no memory."""
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,13 +35,37 @@ _Attributes = dict[torch.device, tuple[torch.device, dict[str, Any]]]
 _attributes: WeakKeyDictionary[FakeTensorMode, _Attributes] = WeakKeyDictionary()
 
 
-def new_mode() -> FakeTensorMode:
+RunNested = Callable[[Callable[[], Any], Any, Any, Any], Any]
+"""Called as `run(kernel, func, args, kwargs)`; returns the results that `kernel()` has."""
+
+
+class _Mode(FakeTensorMode):
+    """A mode that calls `run_nested` for the operators that fake kernels are made of."""
+
+    def __init__(self, run_nested: RunNested) -> None:
+        super().__init__()
+        self._run_nested = run_nested
+        self._is_in_kernel = False
+
+    def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        run = super()._dispatch_impl
+        if self._is_in_kernel:
+            return self._run_nested(lambda: run(func, types, args, kwargs), func, args, kwargs)
+        self._is_in_kernel = True
+        try:
+            return run(func, types, args, kwargs)
+        finally:
+            self._is_in_kernel = False
+
+
+def new_mode(run_nested: RunNested) -> FakeTensorMode:
     """Return a mode that calls fake kernels without torch's cache of their results.
 
     Captures have one of their own, and making a key and an entry of torch's takes as long as most
-    fake kernels.
+    fake kernels. `run_nested` is called for the operators that a fake kernel runs: one of a sampled
+    grid is made of hundreds, most of them again and again.
     """
-    mode = FakeTensorMode()
+    mode = _Mode(run_nested)
     mode.cache_enabled = False
     return mode
 

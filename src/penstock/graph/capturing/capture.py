@@ -27,6 +27,7 @@ from penstock.graph.capturing._conditions import (
     trace_batch_counts,
     trace_random_state,
 )
+from penstock.graph.capturing._fake_results import run_nested
 from penstock.graph.capturing._graph_builder import build_graph
 from penstock.graph.capturing._kept_tensors import materialize_constants
 from penstock.graph.capturing._model import (
@@ -153,7 +154,7 @@ def _record_step(
     root = nn.ModuleDict(program.roots())
     sharded = ShardedModel(model, loss)
     local = sharded.locals_of(optimizer)
-    mode = new_mode()
+    mode = new_mode(run_nested)
     device = find_device_type(root, batch)
     tracer = _Tracer(program, root, sharded, FakeTensors(mode, torch.device(device), local))
     lines = ProgramLines()
@@ -211,7 +212,7 @@ def verify(record: CaptureRecord, program: StepProgram, device: str) -> None:
         program = program._replace(before_step=None)
     check_model(program.model)  # it may have got hooks
     root = nn.ModuleDict(program.roots())
-    mode = new_mode()
+    mode = new_mode(run_nested)
     fakes = FakeTensors(mode, torch.device(device), below=device != "cpu")
     tracer = _Tracer(program, root, ShardedModel(program.model, program.loss), fakes)
     with isolate_capture(), mode:
