@@ -19,7 +19,7 @@ from torch import nn
 from penstock.errors import CaptureError, GraphFileError
 from penstock.graph import capture, run
 from penstock.graph.capturing import python_numbers
-from penstock.graph.capturing.python_numbers import find_numbers
+from penstock.graph.capturing.python_numbers import find_again, find_numbers
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 NUMBERS = {"scale": 1.0}
@@ -333,6 +333,18 @@ def test_looking_for_numbers_changes_nothing():
     changed = {each.name for each in numbers if each.has_changed()}
     assert changed == {"len(counts)", "counts['a']"}
     assert not counts and list(recent) == ["a", "b"]
+
+
+def test_numbers_that_have_not_changed_are_found_once():
+    settings = {"scale": 1.0, "others": [1, 2]}
+    program = {"model": lambda x: x * settings["scale"] * settings["others"][0]}
+    numbers = find_numbers(program)
+    assert find_again(numbers, program) is numbers
+    settings["others"] = [1, 2]
+    found = find_again(numbers, program)
+    assert found is not numbers
+    settings["others"][1] = 3
+    assert [each.name for each in found if each.has_changed()] == ["settings['others'][1]"]
 
 
 @pytest.mark.parametrize("kind", ["deep", "wide"])

@@ -47,7 +47,7 @@ from penstock.graph.capturing.module_state import (
     evaluation_modules,
     frozen_parameters,
 )
-from penstock.graph.capturing.python_numbers import find_numbers
+from penstock.graph.capturing.python_numbers import find_again, find_numbers
 from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.capturing.step_program import (
     StepProgram,
@@ -190,7 +190,7 @@ def _record_step(
             "full_masks": sorted(recorder.full_masks),
         }
         graph = build_graph(recorder, tensors | copy.tensors, loss_view, device, metadata)
-    record.numbers = find_numbers(program.callables())
+    record.numbers = find_again(numbers, program.callables())
     tracer.refuse_shared_memory(graph)
     return dataclasses.replace(graph, captured=record)
 
