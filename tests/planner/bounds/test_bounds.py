@@ -1,7 +1,9 @@
 """No valid plan is faster than its lower bound, and bounds are sharp where they can be."""
 
 import dataclasses
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from penstock.graph import Kind
 from penstock.planner import Budget, lower_bound
 from penstock.planner.bounds._bounds import working_set
 from penstock.planner.bounds._fixed_order import tabulate_live_ranges
+from penstock.planner.bounds._forced import _found, find_forced
 
 HOST = 1 << 30
 
@@ -378,6 +381,26 @@ def test_what_can_be_made_again_costs_its_time_or_its_bytes():
         bound = bound_of(graph, 20, recompute=True, **slow_link)
         assert bound.seconds >= least * 0.99
     assert bound_of(again, 20, recompute=True, **slow_link).seconds < 20
+
+
+def test_what_was_found_of_a_graph_is_kept_as_long_as_it_lives():
+    graph = there_and_back(3)
+    ones, twos = ([seconds] * len(graph.operators) for seconds in (1.0, 2.0))
+    found = find_forced(graph, ones, recompute=False)
+    assert find_forced(graph, tuple(ones), recompute=False) is found
+    assert find_forced(graph, ones, recompute=True) is not found
+    assert find_forced(there_and_back(3), ones, recompute=False) is not found
+    slower = find_forced(graph, twos, recompute=False)
+    assert (slower.seconds_before == 2 * found.seconds_before).all()
+    fitting, tight = (bound_of(graph, num_bytes, reorder=True) for num_bytes in (60, 20))
+    again = bound_of(graph, 60, reorder=True)
+    assert again == fitting
+    assert tight.seconds_of["cut"] > fitting.seconds_of["cut"]
+    key, alive = id(graph), weakref.ref(graph)
+    del graph
+    gc.collect()
+    assert alive() is None
+    assert key not in _found
 
 
 def test_an_operator_that_does_not_fit_is_named():

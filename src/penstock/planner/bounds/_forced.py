@@ -6,6 +6,7 @@ first time. So are the operands and results of v, and every persistent storage.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from penstock.planner.bounds._fixed_order import saved_bytes
 from penstock.planner.bounds._slots import cost_level, level_cost
 
 MAX_OPERATORS = 20_000  # two bits for each pair: 100 MB
+_MAX_KEPT = 4096  # of graphs of which is kept what was found: 4 MB and less
 
 
 def forced_bounds(
@@ -50,6 +52,9 @@ def forced_bounds(
         The two bounds by name.
     """
     compute = float(sum(operator_seconds))
+    known, key = forced.known_bounds, (compute, capacity, rates)
+    if key in known:
+        return known[key]
 
     def cut(returning: np.ndarray) -> np.ndarray:
         remade = np.maximum(forced.here - capacity - returning, 0.0)
@@ -63,10 +68,11 @@ def forced_bounds(
         seconds = np.maximum(compute + _recompute_seconds(forced, remade), out)
         return np.maximum(seconds, returning / rates.inward)
 
-    return {
+    bounds = known[key] = {
         "cut": _least(cut, forced.here - capacity, forced),
         "persistent": _least(cycle, forced.anywhere - capacity, forced),
     }
+    return bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,11 @@ class Forced:
         """Seconds per byte of each class, the cheapest first, with its bytes."""
         levels = sorted(self.recomputable_bytes.items())
         return [(level_cost(level), num_bytes) for level, num_bytes in levels]
+
+    @cached_property
+    def known_bounds(self) -> dict[tuple[float, int, LinkRates], dict[str, float]]:
+        """The bounds of `forced_bounds` that were asked for, by its other arguments."""
+        return {}
 
     def ancestors_of(self, operator: int) -> np.ndarray:
         """Return which operators run before one in any order, as booleans."""
@@ -123,8 +134,28 @@ def _recompute_seconds(forced: Forced, remade: np.ndarray) -> np.ndarray:
     return seconds
 
 
+_Found = dict[bool, tuple[tuple[float, ...], Forced]]
+_found: dict[int, tuple[weakref.ref[StepGraph], _Found]] = {}  # by identities of graphs
+
+
 def find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> Forced:
-    """Find the bytes that are live when operators run."""
+    """Find the bytes that are live when operators run.
+
+    The last result is kept with the graph: checks of a plan ask for what its planner has asked.
+    """
+    entry, seconds = _found.get(id(graph)), tuple(operator_seconds)
+    if entry is None or entry[0]() is not graph:
+        pop, key = _found.pop, id(graph)
+        entry = _found[key] = weakref.ref(graph, lambda _: pop(key, None)), {}
+    known = entry[1].get(recompute)
+    if known is None or known[0] != seconds:
+        known = seconds, _find_forced(graph, seconds, recompute=recompute)
+        if len(graph.operators) <= _MAX_KEPT:
+            entry[1][recompute] = known
+    return known[1]
+
+
+def _find_forced(graph: StepGraph, operator_seconds: Sequence[float], *, recompute: bool) -> Forced:
     num_operators = len(graph.operators)
     ancestors, descendants = related = relatives(graph)
     seconds = np.asarray(operator_seconds, dtype=np.float64)
