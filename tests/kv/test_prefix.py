@@ -16,7 +16,15 @@ import torch
 
 import penstock
 from fork_servers import find_python
-from kv_models import assert_same, cache_bytes, generate, make_model, make_prompt
+from kv_models import (
+    TOLERANCE,
+    assert_same,
+    cache_bytes,
+    generate,
+    make_model,
+    make_prompt,
+    transformers,
+)
 from penstock.errors import PenstockError, PrefixFileError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -244,6 +252,24 @@ def test_another_adapter(tmp_path: Path):
         with torch.inference_mode():
             adapted(**prompt, past_key_values=other)
         other.save(tmp_path / "second")
+
+
+def test_frequencies_that_follow_from_the_length_of_the_context(tmp_path: Path):
+    """They are buffers of the model, and others in the one that saved than in a new one."""
+    config = make_model("llama").config
+    config.max_position_embeddings = 64
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    first, second = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    tokens, stock = make_prompt(125, batch_size=1)["input_ids"], transformers.DynamicCache()
+    with torch.inference_mode(), make_cache(first) as cache:
+        for each in stock, cache:
+            first(input_ids=tokens[:, :120], past_key_values=each)
+        cache.save(tmp_path / "prefix")
+        with make_cache(second, prefix=tmp_path / "prefix") as begun:
+            ours = second(input_ids=tokens[:, 120:], past_key_values=begun).logits
+        theirs = first(input_ids=tokens[:, 120:], past_key_values=stock).logits
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_files_that_are_no_prefix_of_a_model(tmp_path: Path):

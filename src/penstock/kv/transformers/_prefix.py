@@ -92,8 +92,11 @@ def _describe_adapters(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def describe_state(module: torch.nn.Module) -> tuple[object, ...]:
-    """Return what changes with a module's weights and adapters, as far as it takes no reading."""
-    tensors = [*module.parameters(), *module.buffers()]
+    """Return what changes with a module's weights and adapters, as far as it takes no reading.
+
+    Buffers are left out: frequencies of positions are made anew as a context grows.
+    """
+    tensors = list(module.parameters())
     versions = [0 if each.is_inference() else each._version for each in tensors]
     plain = torch.Tensor, torch.nn.Parameter  # others may have no memory of their own
     places = [each.data_ptr() if type(each) in plain else id(each) for each in tensors]
@@ -153,6 +156,13 @@ def check_model(model: PreTrainedModel, prefix: PrefixFile) -> None:
     )
 
 
+def _is_made_anew(name: str, tensors: dict[str, Any]) -> bool:
+    """Return whether frequencies of positions are made of others as a context grows."""
+    module, _, kind = name.rpartition("inv_freq")
+    is_original = module.endswith("original_")
+    return not (kind or is_original) and f"{module}original_inv_freq" in tensors
+
+
 def _difference(own: dict[str, Any], saved: dict[str, Any]) -> str | None:
     if own["class"] != saved["class"]:
         return f"it was made by a {saved['class']}, and this is a {own['class']}"
@@ -168,6 +178,8 @@ def _difference(own: dict[str, Any], saved: dict[str, Any]) -> str | None:
                 f"{ours.get(name, 'off')}"
             )
     for name in {**saved["tensors"], **own["tensors"]}:
+        if _is_made_anew(name, own["tensors"]):
+            continue
         theirs, ours = (each["tensors"].get(name, ["no tensor", [], 0]) for each in (saved, own))
         if theirs[:2] != ours[:2]:
             return (
