@@ -67,6 +67,16 @@ def test_masks_in_memory_of_layers_with_a_window(dtype: torch.dtype, num_tokens:
         torch.testing.assert_close(decode(cache), theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_a_mask_of_nan_gives_nan():
+    """As torch's attention does: `(1 - mask) * -inf` hid the visible tokens, in silence."""
+    model, tokens = make_model("llama"), make_prompt(47)["input_ids"]
+    with make_cache(model) as cache, torch.no_grad():
+        for a, b in ((0, 40), (40, 41), (41, 47)):
+            mask = torch.ones(1, 1, b - a, b).tril(a)
+            step = {"input_ids": tokens[:, a:b], "attention_mask": (1 - mask) * -torch.inf}
+            assert model(past_key_values=cache, **step).logits.isnan().all()
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 30])
 @pytest.mark.parametrize("start", [0, 3, 20])
 def test_visibility_of_ranges(start: int, window: int | None):

@@ -148,7 +148,7 @@ def _read_mask(
         )
     if mask.dtype == torch.bool:
         return Visibility(len(query), table=mask, table_start=start, device=mask.device), None
-    seen = mask > torch.finfo(mask.dtype).min / 2
+    seen = ~(mask <= torch.finfo(mask.dtype).min / 2)  # NaN is no hidden token, and gives NaN
     visibility = Visibility(len(query), table=seen, table_start=start, device=mask.device)
     return visibility, mask.masked_fill(~seen, 0.0)
 
