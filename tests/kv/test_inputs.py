@@ -193,6 +193,18 @@ def test_other_weights_than_those_that_made_the_keys(change: str):
             torch.testing.assert_close(ours, adapted(input_ids=tokens).logits)
 
 
+def test_an_adapter_for_each_sequence():
+    """Blocks of several sequences are computed at once, and without their adapters."""
+    peft, model = pytest.importorskip("peft"), make_model("llama")
+    settings = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)
+    adapted: Any = peft.get_peft_model(model, settings).eval()
+    adapted.add_adapter("second", settings)
+    options = {"input_ids": make_prompt(20)["input_ids"], "adapter_names": ["default", "second"]}
+    with penstock.kv.cache(model, device_memory="1MiB", keep_inputs=True) as cache, torch.no_grad():
+        with pytest.raises(PenstockError, match=r"one sequence alone .*adapter_names"):
+            adapted(past_key_values=cache, **options)
+
+
 def test_encoder_decoder_models_are_refused():
     with pytest.raises(PenstockError, match="keep_inputs=True: T5"):
         penstock.kv.cache(make_model("t5"), device_memory="1MiB", keep_inputs=True)

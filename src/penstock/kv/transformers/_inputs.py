@@ -200,10 +200,16 @@ class AttentionInputs:
         )
 
     def _compare(self, inputs: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Raise an error if the last tokens alone have other keys or values than in the call."""
-        again = self.compute(inputs[:, -_COMPARED_TOKENS:])
+        """Raise an error if the last tokens of one sequence alone have other keys or values."""
+        try:
+            again = self.compute(inputs[-1:, -_COMPARED_TOKENS:])
+        except (ValueError, TypeError, RuntimeError) as error:  # as of an adapter per sequence
+            raise PenstockError(
+                f"{self._name} cannot be called with some tokens of one sequence alone ({error}), "
+                "so that keys cannot be computed again; use keep_inputs=False"
+            ) from error
         for ours, theirs in zip(again, (keys, values), strict=True):
-            theirs = theirs[:, :, -_COMPARED_TOKENS:].float()
+            theirs = theirs[-1:, :, -_COMPARED_TOKENS:].float()
             error = (ours.float() - theirs).abs().max()
             tolerance = max(_TOLERANCE, 8 * torch.finfo(keys.dtype).eps)
             if not error <= tolerance * theirs.abs().max():
