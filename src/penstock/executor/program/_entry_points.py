@@ -56,11 +56,10 @@ def find_entry_point(target: str, args: list[Any], kwargs: dict[str, Any]) -> Fu
         function = _known[key] = _find_function(target, args, kwargs)
     if function is None:
         return resolve(target)._op
-    for candidate in _find_candidates(target, args, kwargs):
-        if candidate.func is function:
-            kwargs.clear()
-            kwargs.update(candidate.keywords)
-            break
+    renamed = _rename_places(target, kwargs)
+    if renamed is not kwargs:
+        kwargs.clear()
+        kwargs.update(renamed)
     return function
 
 
@@ -91,16 +90,30 @@ def _find_candidates(
     namespace, name, _ = target.split(".")
     if namespace != "aten":
         return
-    outs = [each.name for each in resolve(target)._schema.arguments if each.is_out]
-    if outs and all(each in kwargs for each in outs) and not name.endswith("_"):
-        places = [kwargs[each] for each in outs]
-        rest = {key: value for key, value in kwargs.items() if key not in outs}
-        kwargs = {**rest, "out": tuple(places) if len(places) > 1 else places[0]}
+    kwargs = _rename_places(target, kwargs)
     homes = (TensorBase,) if name.endswith("_") else (functions, nn_functions)
     for home in homes:
         function = getattr(home, name, None)
         if function is not None:
             yield functools.partial(function, *args, **kwargs)
+
+
+def _rename_places(target: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments as torch's functions have them: with the places in `out`."""
+    outs = _names_of_places(target)
+    if not outs or any(each not in kwargs for each in outs):
+        return kwargs
+    places = [kwargs[each] for each in outs]
+    rest = {key: value for key, value in kwargs.items() if key not in outs}
+    return {**rest, "out": tuple(places) if len(places) > 1 else places[0]}
+
+
+@functools.cache
+def _names_of_places(target: str) -> tuple[str, ...]:
+    """Return the names of arguments for places of results, where torch's function has `out`."""
+    arguments = resolve(target)._schema.arguments
+    is_in_place = target.split(".")[1].endswith("_")
+    return () if is_in_place else tuple(each.name for each in arguments if each.is_out)
 
 
 class _Caught(Exception):

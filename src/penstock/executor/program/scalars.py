@@ -7,8 +7,10 @@ once, at its first use: a value never changes, so the number holds for the whole
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ class Scalars:
         self._slot_of_value: dict[int, int] = {}
         self.numbers: list[Any] = []  # of the current step, by slot
         self._constants: list[Any] = []
+        self._index_of_constant: dict[tuple[type, str], int] = {}
 
     def slot_of(self, value: int) -> int:
         """Return the slot of a value's number."""
@@ -91,7 +94,7 @@ class Scalars:
             names[f"read{slot}"] = read
             lines.append(f"    N[{slot}] = read{slot}()")
         lines.append(f"    function({', '.join(given)})")
-        exec("\n".join(lines), names)  # our own text: see the module
+        exec(_compile("\n".join(lines)), names)  # our own text: see the module
         return names["run"]
 
     def _format(self, expression: Any, reads: list[tuple[int, TensorView]]) -> str:
@@ -106,8 +109,18 @@ class Scalars:
                 left, right = sources
                 return f"({left} {_INFIX[name]} {right})"
             return f"({_FUNCTIONS[name]}({', '.join(sources)}))"
-        self._constants.append(expression)
-        return f"C[{len(self._constants) - 1}]"
+        # The updates of parameters have the same constants, and then the same text.
+        key = type(expression), repr(expression)  # zeros of both signs are equal
+        if key not in self._index_of_constant:
+            self._index_of_constant[key] = len(self._constants)
+            self._constants.append(expression)
+        return f"C[{self._index_of_constant[key]}]"
+
+
+@functools.lru_cache(4096)
+def _compile(text: str) -> CodeType:
+    """Compile a function's text: steps have few texts, as many as their updates have operators."""
+    return compile(text, "<scalars of a step>", "exec")
 
 
 def has_scalars(arguments: Any) -> bool:
