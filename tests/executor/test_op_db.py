@@ -8,8 +8,10 @@ hold has to be refused as such.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
+import operator
 import random
 import warnings
 from collections import Counter
@@ -110,17 +112,16 @@ class Sample(nn.Module):
                 self.register_parameter(name, nn.Parameter(content))
             else:
                 self.register_buffer(name, content)
-        self.register_buffer("total", torch.zeros(()))  # its part of the loss
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
         leaves = [self.leaf(each, scale) for each in self.leaves]
         first, args, kwargs = pytree.tree_unflatten(leaves, self.form)
-        total = scale.sum() * 0
-        for result in pytree.tree_leaves(self.op(first, *args, **kwargs)):
-            if isinstance(result, torch.Tensor) and result.dtype != torch.bool:
-                total = total + result.sum().to(total.dtype)
-        self.total.copy_(total.detach())
-        return total
+        parts = [
+            result.sum().to(scale.dtype)
+            for result in pytree.tree_leaves(self.op(first, *args, **kwargs))
+            if isinstance(result, torch.Tensor) and result.dtype != torch.bool
+        ]
+        return functools.reduce(operator.add, parts) if parts else scale.sum() * 0
 
     def leaf(self, leaf: Any, scale: torch.Tensor) -> Any:
         if not (isinstance(leaf, str) and leaf.startswith("tensor_")):
@@ -149,19 +150,22 @@ class Case(NamedTuple):
 
 
 class Samples(nn.Module):
-    """Samples of some operators, one after the other; the loss is the sum of theirs."""
+    """Samples of some operators, one after the other; the loss is the sum of theirs.
+
+    Each adds few operators of its own: time goes by the operators that are captured and planned.
+    """
 
     def __init__(self, cases: Sequence[Case]) -> None:
         super().__init__()
         self.samples = nn.ModuleList(
             Sample(op, sample, transposed=transposed) for op, sample, transposed in cases
         )
+        self.register_buffer("totals", torch.zeros(len(cases)))
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
-        loss = scale.sum() * 0
-        for sample in self.samples:
-            loss = loss + sample(scale)
-        return loss
+        totals = torch.stack([sample(scale) for sample in self.samples])
+        self.totals.copy_(totals.detach())
+        return totals.sum()
 
 
 def trainee(cases: Sequence[Case]) -> tuple[Samples, torch.optim.Optimizer]:
