@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.errors import StoreError, StoreWriteError
+from penstock.errors import StoreError, StoreFullError, StoreWriteError
 from penstock.memory import NewFile
 from penstock.unified import empty, unify
 from penstock.unified.file import writer as file_writer
@@ -405,6 +405,31 @@ def test_a_step_whose_rows_are_in_the_journal_is_made_once(tmp_path, monkeypatch
     table[[1, 3]].sum().backward()
     optimizer.step()
     torch.testing.assert_close(table.detach()[[1, 0]][:, 0], torch.tensor([-1.5, 0.0]))
+
+
+def test_an_error_says_how_many_tables_had_made_the_step(tmp_path, monkeypatch):
+    """Or an attempt when there is room again would make the step of the first one twice."""
+    tables = [empty((5, 4), path=tmp_path / name, requires_grad=True) for name in "ab"]
+    optimizer = SGD(tables, lr=1.0)
+    for table in tables:
+        table[[1, 3]].sum().backward()
+    write_journal, paths = file_writer.write_journal, []
+
+    def write_one(path, *arguments):
+        paths.append(path)
+        if len(paths) > 1:
+            raise OSError(errno.ENOSPC, "")
+        write_journal(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_writer, "write_journal", write_one)
+        with pytest.raises(StoreFullError, match="b could not be written") as caught:
+            optimizer.step()
+    assert "first 1 of 2 tables" in "".join(caught.value.__notes__)
+    tables[0].grad = None
+    optimizer.step()
+    for table in tables:
+        assert table.detach()[[0, 1, 3]][:, 0].tolist() == [0.0, -1.0, -1.0]
 
 
 def test_options_of_a_group_are_checked():

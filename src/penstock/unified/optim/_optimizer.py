@@ -103,7 +103,8 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
 
         Raises:
             TypeError: A gradient is dense: the table was used as a whole, not row by row.
-            StoreError: Rows of a table in a file could not be read or written.
+            StoreError: Rows of a table in a file could not be read or written. A note of it says
+                how many tables, in the order of the groups, had made the step before.
         """
         loss = None
         if closure is not None:
@@ -117,8 +118,16 @@ class RowOptimizer(torch.optim.Optimizer, abc.ABC):
         ]
         for table, _ in parts:  # before any of them is changed
             _check_gradient(table)
-        for table, group in parts:
-            self._step_table(table, group)
+        for number, (table, group) in enumerate(parts):
+            try:
+                self._step_table(table, group)
+            except StoreError as error:
+                if number:
+                    error.add_note(
+                        f"The first {number} of {len(parts)} tables with a gradient had made this "
+                        "step before: set their grad to None before another attempt."
+                    )
+                raise
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
