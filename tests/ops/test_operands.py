@@ -48,6 +48,24 @@ def test_forward_mode_derivatives_are_refused_and_never_zero(name: str):
             torch.func.jvp(of_one, (dual,), (torch.ones_like(dual),))
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_torch_func_are_refused_by_name(name: str):
+    function, operands = CALLS[name]
+    many = [torch.stack([each, each]) for each in operands]
+
+    def total(*given: Tensor) -> Tensor:
+        return function(*given).sum()
+
+    for place in range(len(operands)):
+        gradient = torch.func.grad(total, argnums=place)
+        for transform, given in ((gradient, operands), (torch.vmap(gradient), many)):
+            with pytest.raises(NotImplementedError, match=r"is differentiated by torch\.func"):
+                transform(*given)
+    # What a transform does not follow is computed.
+    gradient = torch.func.grad(lambda factor: factor * total(*operands))(torch.tensor(1.0))
+    assert torch.equal(gradient, total(*operands))
+
+
 def test_what_is_no_pattern_is_refused():
     with pytest.raises(TypeError, match="pattern is Tensor: make it by product_pattern"):
         spgemm(EYE, EYE, pattern=EYE)

@@ -34,6 +34,16 @@ is_functional_tensor = torch._is_functional_tensor
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 """Return whether this thread is inside `torch.func.vmap`, `grad` or another such transform."""
 
+
+def is_differentiated_by_func(tensor: torch.Tensor) -> bool:
+    """Return whether `torch.func.grad`, or a transform made of it, follows a tensor."""
+    while is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad:
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context manager: subclasses of tensors are treated as plain tensors."""
 

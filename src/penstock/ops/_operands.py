@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.compat.autograd import has_tangent
+from penstock.compat.dispatch import are_functorch_transforms_active, is_differentiated_by_func
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 KINDS = {dtype: kind for kind, dtype in enumerate(DTYPES)}
@@ -36,14 +37,22 @@ def check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def check_operand(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is not of floating-point numbers that the operators know, or a dual one.
+    """Refuse a tensor that is not of floating-point numbers that the operators know, or is dual.
 
     Raises:
         TypeError: The dtype is another.
-        NotImplementedError: It has a tangent; without this error the result would have none.
+        NotImplementedError: It has a tangent; without this error the result would have none. Or
+            `torch.func.grad` follows it, whose own error names neither operator nor remedy.
     """
     check_dtype(name, tensor)
-    if not torch.compiler.is_compiling() and has_tangent(tensor):
+    if torch.compiler.is_compiling():
+        return
+    if are_functorch_transforms_active() and is_differentiated_by_func(tensor):
+        raise NotImplementedError(
+            f"{name} is differentiated by torch.func, which does not take the operators of "
+            "penstock.ops: take gradients by torch.autograd.grad"
+        )
+    if has_tangent(tensor):
         raise NotImplementedError(
             f"{name} has a tangent, but the operators of penstock.ops have no forward-mode "
             "derivatives: take gradients by torch.autograd.grad"
