@@ -135,13 +135,20 @@ class NewFile:
             else:
                 os.replace(self._unfinished, self.path)
                 self._unfinished = ""
-            directory = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            self._sync_directory()
         except OSError as error:
             raise self._failed(error) from error
+
+    def _sync_directory(self) -> None:
+        directory = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        except OSError:
+            if not self._replace:  # else the name's old file is gone already
+                os.unlink(self.path)
+            raise
+        finally:
+            os.close(directory)
 
     def _link(self) -> None:
         """Link the nameless file to its name, or to another one that is then renamed."""

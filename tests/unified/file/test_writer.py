@@ -281,6 +281,29 @@ def test_a_journal_without_room_leaves_the_table_as_it_was(folder, monkeypatch, 
     assert [values_in(folder, name) for name in NAMES[:2]] == [{5}, {5}]
 
 
+def test_a_name_that_the_disk_does_not_keep_is_taken_back(folder, monkeypatch):
+    """Of a journal, or the next opening would write rows that were reported as lost; of a table."""
+    layout = make_files(folder)[0]
+    part = RowWriter(layout), ROWS, content_of(layout, 100, 5)
+    sync = os.fsync
+
+    def fail_for_directories(file):
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            raise OSError(errno.EIO, "Input/output error")
+        sync(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail_for_directories)
+        with pytest.raises(StoreWriteError, match="Input/output error"):
+            write_batch([part])
+        with pytest.raises(StoreWriteError, match="Nothing is left of it"):
+            create(folder / "another", (3, 2), torch.float32)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
+    assert values_in(folder, NAMES[0]) == {0}
+    write_batch([part])
+    assert values_in(folder, NAMES[0]) == {5}
+
+
 def killed_in_the_rows(layout: RowLayout) -> None:
     """A child that is killed when half of the rows, and half of one more, are in their places."""
 

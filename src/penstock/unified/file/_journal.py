@@ -100,7 +100,11 @@ def write_journal(path: str, changes: Sequence[Change], mode: int) -> None:
             os.close(journal)
             if unfinished:
                 os.unlink(unfinished)
-        os.fsync(directory)  # the new name survives a loss of power
+        try:
+            os.fsync(directory)  # the new name survives a loss of power
+        except OSError:
+            os.unlink(path)  # or the next opening would write rows that were reported as lost
+            raise
     finally:
         os.close(directory)
 
