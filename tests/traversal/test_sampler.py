@@ -174,8 +174,9 @@ def test_wrong_graphs_are_refused(arguments, error, says):
 @pytest.mark.parametrize(
     ("edges", "error", "says"),
     [
-        (torch.rand(2, 3), TypeError, "edge_index: expected integers, got torch.float32"),
-        ([[0], [1]], TypeError, "edge_index: expected integers, got list"),
+        (torch.rand(2, 3), TypeError, "edge_index: expected a tensor .*, got torch.float32"),
+        ([[0], [1]], TypeError, "edge_index: expected a tensor of integers, got list"),
+        (np.zeros((2, 1), int), TypeError, "expected a tensor of integers, got ndarray"),
         (torch.zeros(3, 2).long(), ValueError, r"expected shape \(2, num_edges\), got \(3, 2\)"),
         (torch.tensor([[0], [5]]), ValueError, "names node 5, but num_nodes=5"),
         (torch.tensor([[0], [-1]]), ValueError, "names node -1, but num_nodes=5"),

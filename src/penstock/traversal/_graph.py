@@ -6,6 +6,7 @@ that: what is damaged is noticed where it is met.
 
 from __future__ import annotations
 
+import io
 import os
 import weakref
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.errors import StoreWriteError
+from penstock.memory import NewFile
 from penstock.traversal._lists import (
     as_list,
     check_bounds,
@@ -236,9 +237,8 @@ class CSRGraph:
             The graph in the files, which `CSRGraph(directory / "indptr.npy", ...)` gives as well.
 
         Raises:
-            OSError: A file of memory's content exists, or cannot be made.
-            StoreError: A file of another file's content exists, or there is no room; nothing is
-                left of the new files.
+            OSError: The directory cannot be made.
+            StoreError: A file exists, or there is no room; nothing is left of the new files.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -362,22 +362,13 @@ def _save_list(values: Tensor, path: Path) -> Path:
     if found is None:
         cast("UnifiedTensor", values).save_rows(path)
         return path
-    array = found.numpy()
-    file = path.open("xb")
-    try:
-        with file:  # not by `np.save`, which does not notice where its last bytes find no room
-            header = np.lib.format.header_data_from_array_1_0(array)
-            np.lib.format.write_array_header_1_0(file, header)
-            file.write(array.data)
-    except BaseException as error:
-        path.unlink()
-        if not isinstance(error, OSError):
-            raise
-        raise StoreWriteError(
-            f"{path} could not be written ({error}): make room, or give another directory",
-            path=str(path),
-            errno=error.errno,
-        ) from error
+    array, header = np.ascontiguousarray(found.numpy()), io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    with NewFile(path, replace=False) as file:
+        file.write(0, [memoryview(header.getvalue())])
+        if array.size:
+            file.write(header.tell(), [array.data.cast("B")])
+        file.finish()
     return path
 
 

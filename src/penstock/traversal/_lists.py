@@ -109,8 +109,8 @@ def find_lists(indptr: Tensor, places: Tensor) -> Tensor:
 def check_edges(edge_index: Any, num_nodes: int) -> None:
     """Raise unless the edges are pairs of nodes below a number."""
     if not isinstance(edge_index, Tensor) or edge_index.dtype not in INTEGERS:
-        found = getattr(edge_index, "dtype", type(edge_index).__name__)
-        raise TypeError(f"edge_index: expected integers, got {found}")
+        found = edge_index.dtype if isinstance(edge_index, Tensor) else type(edge_index).__name__
+        raise TypeError(f"edge_index: expected a tensor of integers, got {found}")
     if edge_index.dim() != 2 or len(edge_index) != 2:
         raise ValueError(
             f"edge_index: expected shape (2, num_edges), got {tuple(edge_index.shape)}"
