@@ -33,6 +33,7 @@ import pytest
 import fork_servers
 import quick_events
 import quick_logs
+import quick_tests
 import rewritten_tests
 
 if TYPE_CHECKING:
@@ -313,15 +314,19 @@ def _nothing_left_behind() -> Iterator[None]:
         gc.collect()
 
 
-@pytest.fixture(autouse=True)
-def _every_plan_has_two_judges() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Have plans judged twice from the first test on that finds the planner imported."""
+    api = sys.modules.get("penstock.planner._api")
+    if api is not None and not hasattr(api, "judged_twice"):
+        _judge_twice(api)
+
+
+def _judge_twice(api: Any) -> None:
     """Let a replay of bytes judge every plan that `plan` makes and that `check` replays.
 
     What `check` finds wrong the other judge has to find wrong as well, and the other way round.
     """
-    api = sys.modules.get("penstock.planner._api")
-    if api is None or hasattr(api, "judged_twice"):
-        return
     sys.path.insert(0, str(REPOSITORY / "tests" / "planner"))
     from byte_replay import judge
     from penstock.errors import PlanError
@@ -417,11 +422,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     One process, of those of a run, starts the fork servers (see `fork_servers.py`), which fork the
     workers as well, and rewrites assertions before these would each do that (`rewritten_tests.py`).
-    Collecting makes hundreds of thousands of objects and next to no cycles: looking for these takes
-    seconds.
+    Collecting makes many objects and next to no cycles: looking for these takes seconds.
     """
     gc.disable()
     quick_logs.quicken(config)
+    config.pluginmanager.register(quick_tests.QuickTests())
     if (worker := getattr(config, "workerinput", None)) is not None:
         sys.executable = worker["python"]
         quick_events.quicken_worker(config.pluginmanager)

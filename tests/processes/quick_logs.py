@@ -73,8 +73,8 @@ def _find_loggers() -> list[Any]:
     if (test.endswith("(setup)") and test != _found[0]) or not _found[1]:
         loggers: Any = logging.getLogger().manager.loggerDict.values()
         closed = [each for each in loggers if not each.propagate and each.name != "torch.__trace"]
-        are_there = all(each in logger.handlers for each in _attached for logger in closed)
-        _found = test, _found[1] if closed == _found[1] and are_there else closed
+        gone = [each for each in closed for own in _attached if own not in each.handlers]
+        _found = test, closed if gone or closed != _found[1] else _found[1]
     return _found[1]
 
 
