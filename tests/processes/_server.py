@@ -130,6 +130,10 @@ def import_all(libraries: list[str], environment: dict[str, str]) -> None:
         with contextlib.suppress(ImportError):  # the process that needs it says so
             importlib.import_module(name)
     importlib.invalidate_caches()
+    # Python notes each module's file when it first looks for that of a piece of code, as torch does
+    # for each operator: 0.2 s of each process for thousands of modules.
+    if (inspect := sys.modules.get("inspect")) is not None:
+        inspect.getmodule(compile("", "<of no module>", "exec"))
     shared.update((name, each) for name, each in sys.modules.items() if name not in own)
     gc.collect()
     gc.freeze()

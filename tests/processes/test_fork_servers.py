@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fork_servers import WHOLE_END, ForkServers, find_python
+from fork_servers import LIBRARIES, WHOLE_END, ForkServers, find_python
 
 pytestmark = pytest.mark.skipif(
     find_python("torch") == sys.executable, reason="no fork server runs here"
@@ -109,6 +109,12 @@ def test_torch_is_there_already(folder):
     code = "import sys; print('torch' in sys.modules, any('penstock' in n for n in sys.modules))"
     assert run(find_python("torch"), ["-c", code], folder).stdout == "True False\n"
     code = "import sys; print({'transformers', 'peft', 'torch_geometric'} <= set(sys.modules))"
+    assert run(find_python("libraries"), ["-c", code], folder).stdout == "True\n"
+
+
+def test_files_of_modules_are_known(folder):
+    names = LIBRARIES["libraries"]
+    code = f"import inspect; print(inspect._filesbymodname.keys() >= {set(names)})"
     assert run(find_python("libraries"), ["-c", code], folder).stdout == "True\n"
 
 
