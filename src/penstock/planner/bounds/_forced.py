@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,11 @@ from penstock.planner.bounds._slots import cost_level, level_cost
 
 MAX_OPERATORS = 20_000  # two bits for each pair: 100 MB
 _MAX_KEPT = 4096  # of graphs of which is kept what was found: 4 MB and less
+# Thirds of the bytes that may return are left out so often, for all operators at once; then those
+# are left out that another one exceeds in any case. Few are looked at one by one.
+_NUM_THIRDS, _NUM_THIRDS_AT_ONCE, _FEW_OPERATORS = 60, 6, 6
+
+_Seconds = Callable[[Any, Any, Any, Callable[..., Any]], Any]  # of arrays, or of one operator
 
 
 def forced_bounds(
@@ -52,25 +58,24 @@ def forced_bounds(
         The two bounds by name.
     """
     compute = float(sum(operator_seconds))
-    known, key = forced.known_bounds, (compute, capacity, rates)
-    if key in known:
-        return known[key]
+    kept, key = forced.known_bounds, (compute, capacity, rates)
+    if key in kept:
+        return kept[key]
+    outward, inward, constant = rates.outward, rates.inward, forced.constant_bytes
 
-    def cut(returning: np.ndarray) -> np.ndarray:
-        remade = np.maximum(forced.here - capacity - returning, 0.0)
-        out = np.maximum(returning - forced.first_values, 0.0) / rates.outward
-        after = forced.seconds_after + _recompute_seconds(forced, remade)
-        return np.maximum(forced.seconds_before, out) + np.maximum(after, returning / rates.inward)
+    def cut(returning: Any, remaking: Any, known: Any, larger: Callable[..., Any]) -> Any:
+        first_values, before, after = known
+        out = larger(returning - first_values, 0.0) / outward
+        return larger(before, out) + larger(after + remaking, returning / inward)
 
-    def cycle(returning: np.ndarray) -> np.ndarray:
-        remade = np.maximum(forced.anywhere - capacity - returning, 0.0)
-        out = np.maximum(returning - forced.constant_bytes, 0.0) / rates.outward
-        seconds = np.maximum(compute + _recompute_seconds(forced, remade), out)
-        return np.maximum(seconds, returning / rates.inward)
+    def cycle(returning: Any, remaking: Any, known: Any, larger: Callable[..., Any]) -> Any:
+        out = larger(returning - constant, 0.0) / outward
+        return larger(larger(compute + remaking, out), returning / inward)
 
-    bounds = known[key] = {
-        "cut": _least(cut, forced.here - capacity, forced),
-        "persistent": _least(cycle, forced.anywhere - capacity, forced),
+    known = np.stack((forced.first_values, forced.seconds_before, forced.seconds_after))
+    bounds = kept[key] = {
+        "cut": _least(cut, known, forced.here - capacity, forced),
+        "persistent": _least(cycle, known[:0], forced.anywhere - capacity, forced),
     }
     return bounds
 
@@ -109,28 +114,128 @@ class Forced:
         return np.unpackbits(self.descendants[operator], count=len(self.here)).astype(bool)
 
 
-def _least(
-    seconds: Callable[[np.ndarray], np.ndarray], excess: np.ndarray, forced: Forced
-) -> float:
-    """Return the largest, over operators, of the least over X."""
+class _Operators(NamedTuple):
+    """Operators for which X is looked for: the range of X, D, what the time depends on, W's bytes.
+
+    Arrays have a column for each operator.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    excess: np.ndarray
+    known: np.ndarray
+    num_bytes: np.ndarray  # by class of the seconds per byte
+    costs: list[float]  # of these
+
+    def find_seconds(self, seconds: _Seconds, returning: np.ndarray) -> np.ndarray:
+        """Return the time if so many bytes return."""
+        return seconds(returning, self.remake(returning), self.known, np.maximum)
+
+    def remake(self, returning: np.ndarray) -> np.ndarray:
+        """Return W(D - X)."""
+        remade = np.maximum(self.excess - returning, 0.0)
+        return _recompute_seconds(self.costs, self.num_bytes, remade)
+
+    def narrow(self, seconds: _Seconds) -> _Operators:
+        """Leave a third of the bytes out: the seconds are convex in them."""
+        third = (self.high - self.low) / 3
+        inner = np.stack((self.low + third, self.high - third))
+        left, right = self.find_seconds(seconds, inner)
+        better = left <= right
+        low, high = np.where(better, self.low, inner[0]), np.where(better, inner[1], self.high)
+        return self._replace(low=low, high=high)
+
+    def prune(self, seconds: _Seconds) -> _Operators:
+        """Leave operators out that another exceeds for all X that are left, or that are alike.
+
+        W falls with X and all else grows, so that ends of the range bound the time within.
+        """
+        least = seconds(self.low, self.remake(self.high), self.known, np.maximum)
+        most = seconds(self.high, self.remake(self.low), self.known, np.maximum)
+        stays = most >= least.max()
+        stays[stays] = _is_first(np.vstack((self.excess, self.known, self.num_bytes))[:, stays])
+        low, high, excess, known, num_bytes = (each[..., stays] for each in self[:-1])
+        return _Operators(low, high, excess, known, num_bytes, self.costs)
+
+
+def _least(seconds: _Seconds, known: np.ndarray, excess: np.ndarray, forced: Forced) -> float:
+    """Return the largest, over operators, of the least over X.
+
+    Args:
+        seconds: The time for X, W(D - X), the operators' columns of `known`, and a maximum of two.
+        known: Of each operator, what the time depends on.
+        excess: Of each operator: D.
+        forced: Live bytes.
+    """
+    if not len(excess):
+        return 0.0
+    costs = [cost for cost, _ in forced.recomputable_by_cost]
+    num_bytes = np.array([each for _, each in forced.recomputable_by_cost])
+    num_bytes = num_bytes.reshape(len(costs), len(excess))
     recomputable_bytes = sum(forced.recomputable_bytes.values(), np.zeros_like(excess))
     low, high = np.maximum(excess - recomputable_bytes, 0.0), np.maximum(excess, 0.0)
-    for _ in range(60 if (low < high).any() else 0):  # the seconds are convex in the bytes
+    rest = _Operators(low, high, excess, known, num_bytes, costs)
+    for number in range(_NUM_THIRDS if (low < high).any() else 0):
+        if number % _NUM_THIRDS_AT_ONCE == 0:
+            rest = rest.prune(seconds)
+            if len(rest.excess) <= _FEW_OPERATORS:
+                columns = zip(*(each.T.tolist() for each in rest[:-1]), strict=True)
+                left = _NUM_THIRDS - number
+                return max(_least_of_operator(seconds, costs, left, *each) for each in columns)
+        rest = rest.narrow(seconds)
+    return float(rest.find_seconds(seconds, (rest.low + rest.high) / 2).max(initial=0.0))
+
+
+def _is_first(columns: np.ndarray) -> np.ndarray:
+    """Return which columns are none of those before them."""
+    first = np.zeros(columns.shape[1], bool)
+    keys = map(bytes, np.ascontiguousarray(columns.T))
+    first[[*{key: place for place, key in reversed([*enumerate(keys)])}.values()]] = True
+    return first
+
+
+def _least_of_operator(
+    seconds: _Seconds,
+    costs: Sequence[float],
+    num_thirds: int,
+    low: float,
+    high: float,
+    excess: float,
+    known: Sequence[float],
+    num_bytes: Sequence[float],
+) -> float:
+    """Return the least over X, between two, of one operator; numbers are those of arrays."""
+    classes = [(cost, each) for cost, each in zip(costs, num_bytes, strict=True) if each]
+
+    def find_seconds(returning: float) -> float:
+        left, remaking = max(excess - returning, 0.0), 0.0
+        for cost, each in classes:
+            if left <= each:
+                remaking += left * cost
+                break
+            remaking += each * cost
+            left -= each
+        return seconds(returning, remaking, known, max)
+
+    for _ in range(num_thirds):
         third = (high - low) / 3
-        inner = np.stack((low + third, high - third))
-        left, right = seconds(inner)
-        better = left <= right
-        low, high = np.where(better, low, inner[0]), np.where(better, inner[1], high)
-    return float(seconds((low + high) / 2).max(initial=0.0))
+        first, second = low + third, high - third
+        if find_seconds(first) <= find_seconds(second):
+            high = second
+        else:
+            low = first
+    return max(0.0, find_seconds((low + high) / 2))
 
 
-def _recompute_seconds(forced: Forced, remade: np.ndarray) -> np.ndarray:
+def _recompute_seconds(
+    costs: Sequence[float], num_bytes: np.ndarray, remade: np.ndarray
+) -> np.ndarray:
     """Return W: the least time in which so many bytes can be recomputed."""
-    seconds, left = np.zeros_like(remade), remade.copy()
-    for cost, num_bytes in forced.recomputable_by_cost:
-        taken = np.minimum(left, num_bytes)
+    seconds, left = np.zeros_like(remade), remade
+    for cost, own in zip(costs, num_bytes, strict=True):
+        taken = np.minimum(left, own)
+        left = left - taken
         seconds += taken * cost
-        left -= taken
     return seconds
 
 
