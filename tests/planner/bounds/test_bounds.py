@@ -23,9 +23,11 @@ from graph_cases import (
 from penstock.errors import InfeasibleError
 from penstock.graph import Kind
 from penstock.planner import Budget, lower_bound
+from penstock.planner._request import LinkRates
+from penstock.planner.bounds import _forced
 from penstock.planner.bounds._bounds import working_set
 from penstock.planner.bounds._fixed_order import tabulate_live_ranges
-from penstock.planner.bounds._forced import _found, find_forced
+from penstock.planner.bounds._forced import _found, find_forced, forced_bounds
 
 HOST = 1 << 30
 
@@ -429,3 +431,21 @@ def test_lives_are_what_an_all_resident_plan_holds(seed, num_operators):
             for position in range(start, end):
                 held[position % len(plan.order)] += num_bytes
     assert held.tolist() == lives.live_bytes.tolist()
+
+
+def test_operators_that_are_left_out_do_not_bind(monkeypatch: pytest.MonkeyPatch):
+    rng = random.Random(0)
+    num_different = 0
+    for _ in range(12):
+        graph = chain_step(rng.randint(2, 8), in_place=rng.random() < 0.5)
+        seconds = [rng.choice([0.1, 1.0, rng.random()]) for _ in graph.operators]
+        forced = find_forced(graph, seconds, recompute=True)
+        for share in (0.3, 0.6, 0.9):
+            given = forced, seconds, int(share * forced.here.max()), LinkRates(0.5, 2.0)
+            bounds = forced_bounds(*given)
+            with monkeypatch.context() as patch:
+                patch.setattr(_forced, "_FEW_OPERATORS", 0)
+                patch.setattr(_forced._Operators, "prune", lambda operators, _: operators)
+                assert forced_bounds(*given) == bounds
+            num_different += bounds["cut"] > sum(seconds)
+    assert num_different > 12
