@@ -97,7 +97,7 @@ Table = tuple[tuple[int, ...], np.ndarray]
 """Variables, and a number for each of their options."""
 
 
-class _Step(NamedTuple):
+class _EliminatedVariable(NamedTuple):
     """Elimination of a variable: the tables that are added up, and how each lies in their sum.
 
     Attributes:
@@ -115,7 +115,7 @@ class _Step(NamedTuple):
     shapes: list[list[int]]
 
 
-class _Schedule(NamedTuple):
+class _EliminationOrder(NamedTuple):
     """The order of elimination, for any numbers in the tables.
 
     Attributes:
@@ -136,10 +136,10 @@ class _Schedule(NamedTuple):
     kept: list[int]
     early_pairs: list[tuple[int, int]]
     other_pairs: list[tuple[int, int]]
-    early_steps: list[_Step]
+    early_steps: list[_EliminatedVariable]
     left: list[int]
     left_names: list[tuple[int, ...]]
-    steps: list[_Step]
+    steps: list[_EliminatedVariable]
     sums: list[int]
 
 
@@ -294,7 +294,7 @@ class Elimination:
                     stack.append((after, depth + 1, changed))
 
 
-def _run(steps: Sequence[_Step], tables: list[np.ndarray]) -> list[Table]:
+def _run(steps: Sequence[_EliminatedVariable], tables: list[np.ndarray]) -> list[Table]:
     """Eliminate variables; add what each leaves to the tables, and return the sums over each."""
     found: list[Table] = []
     for names, shape, sources, orders, shapes in steps:
@@ -318,7 +318,7 @@ def _find_schedule(
     pairs: tuple[tuple[int, int], ...],
     with_bytes: frozenset[int],
     most: tuple[int, int],
-) -> _Schedule:
+) -> _EliminationOrder:
     """Return the order in which variables are eliminated; levels of a step are often alike.
 
     Args:
@@ -337,14 +337,14 @@ def _find_schedule(
     rest = [*left_names, *((v,) for v in (*order, *kept)), *other_pairs]
     names = [tuple(v for v in each if v not in {*kept}) for each in rest]
     steps, sums = _list_steps(order, names, options)
-    return _Schedule(
+    return _EliminationOrder(
         early, order, kept, early_pairs, other_pairs, early_steps, left, left_names, steps, sums
     )
 
 
 def _list_steps(
     order: Sequence[int], names: list[tuple[int, ...]], options: Sequence[int]
-) -> tuple[list[_Step], list[int]]:
+) -> tuple[list[_EliminatedVariable], list[int]]:
     """Return the steps that eliminate variables in an order, and the places of what they leave.
 
     The variables of tables that they make are added to those of the given ones.
@@ -369,13 +369,13 @@ def _list_steps(
 
 def _find_step(
     v: int, sources: list[int], tables: list[tuple[int, ...]], options: Sequence[int]
-) -> _Step:
+) -> _EliminatedVariable:
     others = sorted({name for names in tables for name in names} - {v})
     names = (v, *others)
     place = {name: axis for axis, name in enumerate(names)}
     orders = [sorted(range(len(own)), key=lambda axis: place[own[axis]]) for own in tables]
     shapes = [[options[name] if name in own else 1 for name in names] for own in tables]
-    return _Step(names, [options[name] for name in names], sources, orders, shapes)
+    return _EliminatedVariable(names, [options[name] for name in names], sources, orders, shapes)
 
 
 def _find_order(
