@@ -347,6 +347,23 @@ def test_numbers_that_have_not_changed_are_found_once():
     assert [each.name for each in found if each.has_changed()] == ["settings['others'][1]"]
 
 
+def test_a_global_variable_that_is_not_there_yet_is_found(monkeypatch):
+    def scale(x):
+        try:
+            return x * late_scale  # noqa: F821
+        except NameError:
+            return max(x, 0)
+
+    program = {"model": scale}
+    numbers = find_numbers(program)
+    assert "max" not in {each.name for each in numbers}
+    monkeypatch.setitem(globals(), "late_scale", [2.0])
+    assert [each.name for each in numbers if each.has_changed()] == ["late_scale"]
+    found = find_again(numbers, program)
+    globals()["late_scale"][0] = 3.0
+    assert [each.name for each in found if each.has_changed()] == ["late_scale[0]"]
+
+
 @pytest.mark.parametrize("kind", ["deep", "wide"])
 def test_the_search_for_numbers_ends(kind):
     layers = [nn.Linear(1, 1) for _ in range(2000 if kind == "deep" else 1)]

@@ -9,6 +9,7 @@ dictionaries, slots and the items of built-in containers past what classes make 
 from __future__ import annotations
 
 import argparse
+import builtins
 import collections
 import decimal
 import dis
@@ -264,9 +265,9 @@ class _NumberSearch:
                 self.add(each, f"{place}'s defaults", place, depth)
         (names, global_names), holder = _names_in(code), function.__globals__
         for name in global_names:
-            if name not in holder:  # a built-in function
+            if name not in holder and hasattr(builtins, name):
                 continue
-            value = holder[name]
+            value = holder.get(name, _GONE)  # it may come into being in a call
             if isinstance(value, type | types.ModuleType):
                 self._visit_namespace(value, names, name, depth)
             else:
