@@ -7,10 +7,25 @@ the plan does not have it spoils the loss.
 import functools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
 
-from _planned import CASES, MACHINE, bind, full_plan, graph_of, plan, trainee, unlike_eager
+from _planned import (
+    CASES,
+    MACHINE,
+    bind,
+    capture,
+    everything,
+    full_plan,
+    graph_of,
+    plan,
+    trainee,
+    unlike_eager,
+)
+from _steps import Case, differences, eager_step
 from penstock.errors import InfeasibleError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,3 +106,33 @@ def losses_of(planned):
 @functools.cache
 def losses_of_full_plan():
     return losses_of(full_plan("lstm", "adamw"))
+
+
+class Noisy(nn.Module):
+    """Layers whose noise is kept for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + functional.dropout(layer(x), 0.3) * x.sin()
+        return x
+
+
+def test_noise_is_drawn_again_as_it_was():
+    batch = torch.randn(512, 16, generator=torch.Generator().manual_seed(0))
+    case = Case(Noisy, batch, lambda y, batch: y.square().mean())
+    (eager, eager_sgd), (model, sgd) = trainee(case, "sgd"), trainee(case, "sgd")
+    graph = capture(model, sgd, batch, loss=case.loss)
+    tight = plan(graph, device_memory="350KB", host_memory=0, machine=MACHINE, time_limit=5)
+    operators = tight.planned_graph(graph).operators
+    assert any(operators[tight.order[position]].random for position in tight.recomputed)
+    torch.manual_seed(1)
+    losses = [eager_step(eager, eager_sgd, case) for _ in range(3)]
+    expected = everything(eager, eager_sgd, losses)
+    torch.manual_seed(1)
+    with bind(tight, model, sgd, graph=graph, loss=case.loss, debug=True, shadow=0) as step:
+        losses = [step(batch) for _ in range(3)]
+    assert differences(expected, everything(model, sgd, losses), "") == []
