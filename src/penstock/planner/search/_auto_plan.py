@@ -272,7 +272,7 @@ def _explain_no_search(request: PlanRequest) -> InfeasibleError:
 
 def _name_remedies(request: PlanRequest, enough: int | None) -> str:
     """Return a sentence of what helps where no plan fits; of bytes rounded up, which do fit."""
-    more = f"at least {ceil_bytes(enough)} (a plan exists there)" if enough else "more memory"
+    more = f"{ceil_bytes(enough)} (a plan exists there)" if enough else "more memory"
     tier = [] if request.links else ["a tier for what does not fit (store= or host_memory=)"]
     slices = [] if request.split_products else ["split_products=True"]
     ways = [more, *tier, "a smaller batch", *slices]
