@@ -350,7 +350,7 @@ def test_numbers_that_have_not_changed_are_found_once():
 def test_a_global_variable_that_is_not_there_yet_is_found(monkeypatch):
     def scale(x):
         try:
-            return x * late_scale  # noqa: F821
+            return x * late_scale  # pyright: ignore[reportUndefinedVariable]
         except NameError:
             return max(x, 0)
 
