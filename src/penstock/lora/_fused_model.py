@@ -151,7 +151,9 @@ def _check_names(model: FusedLoraModel, names: object) -> None:
             f"sample, {BASE!r} for none"
         )
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    available = {name for layer in layers for name in (*layer.lora_A, *layer.lora_embedding_A)}
+    # By keys(): torch 2.11 does not compile modules that are unpacked.
+    places = [each for layer in layers for each in (layer.lora_A, layer.lora_embedding_A)]
+    available = {name for place in places for name in place.keys()}
     unknown = sorted(set(names) - available - {BASE})
     if unknown:
         raise ValueError(
