@@ -180,6 +180,20 @@ def test_operators_that_need_too_much_are_planned_in_parts(method):
     check(graph, again)
 
 
+def test_parts_of_captured_steps_have_aligned_addresses_however_small_they_are():
+    layer = torch.nn.Linear(8, 4).half()
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+    classes = torch.zeros(6, dtype=torch.long)
+
+    def loss(output, batch):
+        return torch.nn.functional.cross_entropy(output.float(), classes)
+
+    graph = capture(layer, optimizer, torch.zeros(6, 8).half(), loss=loss)
+    found = plan(graph, device_memory="1/2", machine="v100-16gb-pcie3", time_limit=0.05)
+    assert found.split_bytes is not None
+    assert {each.offset % 64 for each in found.placements if each.num_bytes} == {0}
+
+
 def test_what_would_do_counts_the_parts():
     graph = classifier_step()
     with pytest.raises(InfeasibleError) as raised:

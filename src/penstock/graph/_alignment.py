@@ -13,8 +13,9 @@ TENSOR_ALIGNMENT_BYTES = collections.defaultdict(lambda: 512, cpu=64)
 _FILE_ALIGNMENT_BYTES = 512
 # From this largest storage on, file I/O is worth more than the bytes between small storages.
 _LARGE_BYTES = 2**16
-# Graphs with nothing larger exist in tests of planners only; alignment would be most of them.
+# Of graphs with nothing larger that were not captured alignment would be most.
 _SMALL_BYTES = 2**10
+EXECUTABLE_MARK = "workspace_holds_results"  # in the metadata of graphs that can be executed
 
 
 def alignment_bytes(graph: StepGraph) -> int:
@@ -44,7 +45,9 @@ def least_alignment_bytes(graph: StepGraph) -> int:
         1
 
     Args:
-        graph: The step; one whose storages are all below a kilobyte needs none.
+        graph: The step; one whose storages are all below a kilobyte needs none, unless it was
+            captured.
     """
     largest = max((storage.num_bytes for storage in graph.storages), default=0)
-    return TENSOR_ALIGNMENT_BYTES[graph.device] if largest >= _SMALL_BYTES else 1
+    needs_some = largest >= _SMALL_BYTES or EXECUTABLE_MARK in graph.metadata
+    return TENSOR_ALIGNMENT_BYTES[graph.device] if needs_some else 1

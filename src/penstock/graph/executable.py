@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from penstock.compat.dispatch import OpOverload
-from penstock.graph._alignment import TENSOR_ALIGNMENT_BYTES
+from penstock.graph._alignment import EXECUTABLE_MARK, TENSOR_ALIGNMENT_BYTES
 from penstock.graph.encoding import OWN_TARGETS, resolve
 from penstock.graph.fsdp.collectives import TO_PLACES
 from penstock.graph.step_graph import Operator, Phase, StepGraph, TensorView
@@ -30,8 +30,6 @@ _WRONG_UNLESS_DENSE = (
 """Operators whose `out=` variants are wrong, or lay the result out anew: for all operands, or where
 the operand is not dense in one of torch's memory formats; `tests/executor/test_op_db.py` finds
 them."""
-
-_MARK = "workspace_holds_results"  # in the metadata of executable graphs
 
 
 def make_executable(graph: StepGraph) -> StepGraph:
@@ -64,13 +62,13 @@ def make_executable(graph: StepGraph) -> StepGraph:
         graph,
         operators=tuple(operators),
         storages=storages,
-        metadata={**graph.metadata, _MARK: True},
+        metadata={**graph.metadata, EXECUTABLE_MARK: True},
     )
 
 
 def is_executable(graph: StepGraph) -> bool:
     """Return whether a graph has the form that `capture` gives it; older files have not."""
-    return _MARK in graph.metadata
+    return EXECUTABLE_MARK in graph.metadata
 
 
 def is_on_host(graph: StepGraph, view: TensorView) -> bool:
