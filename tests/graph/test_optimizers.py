@@ -2,12 +2,15 @@
 refused by name.
 """
 
+import re
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from _steps import Case, unlike_eager
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, GraphFileError
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -298,6 +301,63 @@ def test_what_a_step_only_notes_is_no_state(keys):
     assert unlike_eager(CASE, make, warm_up_steps=1) == []
     if not keys:
         assert unlike_eager(CASE, make) == []
+
+
+CHANGES = {
+    "optimizer.param_groups.0.etas.1": lambda each: each.param_groups[0].update(etas=(0.5, 1.1)),
+    "optimizer.param_groups.0.rho": lambda each: each.param_groups[0].update(rho=np.float32(0.5)),
+    "optimizer.rate": lambda each: setattr(each, "rate", 0.05),
+    "optimizer.rates.now.0": lambda each: each.rates["now"].reverse(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_numbers_of_groups_and_attributes_that_change_between_steps_are_refused(name):
+    def update(optimizer, group):
+        group_rate = group["etas"][1] * float(group["rho"])
+        return group_rate * optimizer.rate * optimizer.rates["now"][0]
+
+    def make(parameters):
+        optimizer = Attributes(parameters, update, "m")
+        optimizer.param_groups[0].update(etas=(0.5, 1.2), rho=np.float32(0.1))
+        optimizer.rate, optimizer.rates = 0.1, {"now": [1.0, 2.0]}
+        return optimizer
+
+    def change(optimizer, step):
+        if step == 1:
+            CHANGES[name](optimizer)
+
+    assert unlike_eager(CASE, make) == []
+    with pytest.raises(GraphFileError, match=f"^{re.escape(name)} is .* at the capture"):
+        unlike_eager(CASE, make, before_step=change)
+
+
+def test_flags_that_the_first_step_sets_are_no_matter():
+    def update(optimizer, group):
+        optimizer.is_ready = True
+        return 0.1
+
+    def make(parameters):
+        optimizer = Attributes(parameters, update)
+        optimizer.is_ready = False
+        return optimizer
+
+    def change(optimizer, step):
+        optimizer.is_ready = True
+
+    assert unlike_eager(CASE, make, before_step=change) == []
+
+
+@pytest.mark.parametrize(("at_first", "error"), [(True, CaptureError), (False, GraphFileError)])
+def test_rates_that_round_what_is_calculated_with_them_are_refused(at_first, error):
+    def make(parameters):
+        return torch.optim.AdamW(parameters, lr=np.float32(0.01) if at_first else 0.01)
+
+    def change(optimizer, step):
+        optimizer.param_groups[0]["lr"] = np.float32(0.001)
+
+    with pytest.raises(error, match=r"lr is np\.float32\(0\.\d+\), .* pass float\("):
+        unlike_eager(CASE, make, before_step=change)
 
 
 def frees_the_gradient(state, parameter, lr):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +23,10 @@ from penstock.graph.step_graph import Kind, StepGraph, TensorView, views_in
 
 STATE_PREFIX = "optimizer.state."
 _GROUPS, _BATCH = "optimizer.param_groups.", "batch"
+SCHEDULED = ("lr", "momentum", "weight_decay", "betas")  # numbers that schedulers change
+_CONSTANTS = (bool, int, float, str, type(None))
+_NO_CONSTANTS = ("param_groups", "state", "defaults")  # attributes of all optimizers
+_MAX_ITEMS, _MAX_DEPTH = 256, 4  # of containers among hyper-parameters
 
 
 def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
@@ -147,15 +152,58 @@ def bind_numbers(graph: StepGraph, optimizer: torch.optim.Optimizer) -> dict[int
     numbers = {}
     for name, view in graph.tensors.items():
         if name.startswith(_GROUPS) and graph.storage(view.value).kind is Kind.SCALAR:
-            numbers[view.value] = float(_group_entry(optimizer, name))
+            number = _group_entry(optimizer, name)
+            if (problem := describe_rounding(name, number)) is not None:
+                raise GraphFileError(problem)
+            numbers[view.value] = float(number)
+    found = hyper_parameters_of(optimizer)
     for name, constant in graph.metadata.get("hyper_parameters", {}).items():
-        now = _group_entry(optimizer, name)
-        if now != constant:
+        if name not in found:
+            raise _make_missing_error(name)
+        now = found[name]
+        if now != constant and repr(now) != repr(constant):  # a NaN is unlike itself
             raise GraphFileError(
                 f"{name} is {now!r} and was {constant!r} at the capture: capture again"
             )
     _check_guards(graph, numbers)
     return numbers
+
+
+def hyper_parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer's step may read beside tensors and what schedulers change, by name:
+    numbers, strings and None in its groups and in its attributes without an underscore.
+    """
+    found: dict[str, Any] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params" and key not in SCHEDULED:
+                _add_constants(found, f"{_GROUPS}{index}.{key}", value)
+    for key, value in vars(optimizer).items():
+        if key[0] != "_" and key not in _NO_CONSTANTS:
+            _add_constants(found, f"optimizer.{key}", value)
+    return found
+
+
+def _add_constants(found: dict[str, Any], name: str, value: Any, depth: int = _MAX_DEPTH) -> None:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, _CONSTANTS):
+        found[name] = value
+    elif isinstance(value, dict | list | tuple) and depth and len(value) <= _MAX_ITEMS:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _add_constants(found, f"{name}.{key}", item, depth - 1)
+
+
+def describe_rounding(name: str, number: object) -> str | None:
+    """Describe a number with which an optimizer calculates otherwise than with Python's floats;
+    None if it is none.
+    """
+    if not isinstance(number, np.floating) or isinstance(number, float):
+        return None
+    return (
+        f"{name} is {number!r}, and what an optimizer calculates with it is rounded to "
+        f"{number.dtype}, where planned steps calculate with Python's floats: pass float(...)"
+    )
 
 
 def bind_group_tensors(
@@ -190,10 +238,14 @@ def _group_entry(optimizer: torch.optim.Optimizer, name: str) -> Any:
         for place in rest:
             value = value[int(place)]
     except (IndexError, KeyError, TypeError) as error:
-        raise GraphFileError(
-            f"the optimizer has no {name!r}: the graph is of another optimizer; capture again"
-        ) from error
+        raise _make_missing_error(name) from error
     return value
+
+
+def _make_missing_error(name: str) -> GraphFileError:
+    return GraphFileError(
+        f"the optimizer has no {name!r}: the graph is of another optimizer; capture again"
+    )
 
 
 class StateEntry(NamedTuple):

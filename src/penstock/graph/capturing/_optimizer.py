@@ -12,6 +12,7 @@ import torch
 
 from penstock.compat.dispatch import no_dispatch
 from penstock.errors import CaptureError
+from penstock.graph.bindings import SCHEDULED, describe_rounding, hyper_parameters_of
 from penstock.graph.capturing._drafts import Draft
 from penstock.graph.capturing._model import copy_to_places
 from penstock.graph.capturing._program_lines import error_here
@@ -21,7 +22,6 @@ from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.encoding import CONSTANT, FULL, SCALAR
 from penstock.graph.step_graph import Kind, Phase, TensorView
 
-_SCHEDULED = ("lr", "momentum", "weight_decay", "betas")  # numbers that schedulers change
 _PLAIN = (int, float, str, type(None))  # no flags: what is done once may be noted in one
 
 
@@ -102,6 +102,13 @@ class OptimizerCopy:
         scratches = self._record_first_step()
         self._adopt_state()
         numbers = {key: dict(state) for key, state in self._python_numbers()}
+        # An attribute that the first step has changed, as a flag, is none that is constant.
+        found, now = hyper_parameters_of(self._optimizer), hyper_parameters_of(self._copy)
+        self.constants = {
+            name: value
+            for name, value in found.items()
+            if name.startswith("optimizer.param_groups.") or now.get(name, value) == value
+        }
         self._adopt_hyper_parameters()
         start = len(self._recorder.drafts)
         before = self._python_state()
@@ -317,15 +324,15 @@ class OptimizerCopy:
                     self.tensors[name] = self._recorder.adopt(
                         group[key], name, Kind.INPUT, on_device=on_device
                     )
-                elif key in _SCHEDULED:
+                elif key in SCHEDULED:
                     group[key] = self._adopt_numbers(name, value)
-                elif isinstance(value, bool | int | float | str | None):
-                    self.constants[name] = self._optimizer.param_groups[index][key]
 
     def _adopt_numbers(self, name: str, value: Any) -> Any:
         if isinstance(value, tuple | list):
             items = (self._adopt_numbers(f"{name}.{i}", item) for i, item in enumerate(value))
             return type(value)(items)
+        if (problem := describe_rounding(name, value)) is not None:
+            raise CaptureError(problem)
         number = self._recorder.adopt_number(name, float(value))
         self.tensors[name] = number.node.expression
         return number
