@@ -1,6 +1,8 @@
 """Steps that are compared with the program itself: what a graph cannot see is noticed."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -60,6 +62,27 @@ def test_a_number_that_changes_later_is_noticed_at_once():
     assert not differences(before, everything(model, optimizer, losses), "")
     scale[0] = 1.0
     step(X)
+
+
+def test_numbers_are_those_of_the_model_that_is_bound():
+    """A graph may be of another instance, as one on the meta device."""
+    with torch.device("meta"):
+        other = Model(lambda: 1.0)
+    graph = penstock.capture(other, torch.optim.SGD(other.parameters()), X)
+    graph = copy.deepcopy(graph)
+    model = Model(lambda: 1.0)
+    optimizer = torch.optim.SGD(model.parameters())
+    found = penstock.plan(graph, machine=MACHINE, time_limit=0.05)
+    with penstock.bind(found, model, optimizer, graph=graph) as step:
+        for _ in range(2):
+            step(X)
+        other.layers[1].momentum = 0.5
+        step(X)
+        model.layers[1].momentum = 0.5  # which changes no loss
+        for _ in range(2):
+            with pytest.raises(CaptureError, match=r"is 0\.5 and was 0\.1"):
+                step(X)
+    assert pickle.loads(pickle.dumps(graph)).captured is None  # whose functions are not there
 
 
 def test_a_number_of_the_backward_pass_is_noticed_at_once():

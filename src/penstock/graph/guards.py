@@ -60,8 +60,11 @@ class Guards:
         self._check_captured_modes(graph)
         self._bound, self._objects = self._take_snapshot()
         self._program = program
-        self._numbers = self._captured.numbers if self._captured is not None else []
-        self._numbers = list(self._numbers) or find_numbers(program.callables())
+        # Of another instance of the model, as one on the meta device, the numbers are others.
+        record = self._captured
+        self._record = record if record is not None and record.is_of(program) else None
+        self._numbers = [] if self._record is None else list(self._record.numbers)
+        self._numbers = self._numbers or find_numbers(program.callables())
         self._changed: dict[int, Number] = {}  # by index, as they are now
         self._num_changes = collections.Counter[int]()  # by holder
         self._is_postponed = False
@@ -116,8 +119,8 @@ class Guards:
                 )
         if any(now.is_identity for now in changed.values()):  # what it holds has other numbers
             self._numbers = find_numbers(self._program.callables())
-            if self._captured is not None:
-                self._captured.numbers = self._numbers  # keeps nothing that has been replaced
+            if self._record is not None:
+                self._record.numbers = self._numbers  # keeps nothing that has been replaced
 
     def postpone_numbers(self) -> None:
         """Have the next check return the same numbers."""

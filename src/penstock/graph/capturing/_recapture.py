@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -52,11 +54,27 @@ class CaptureRecord:
         self.is_sharded = is_sharded
         self.numbers: list[Number] = []
         self.outside = dict(recorder.outside.by_name)
+        self._callables = {
+            name: _make_reference(each) for name, each in program.callables().items()
+        }
         self._forms = {name: _describe_form(each) for name, each in self.outside.items()}
         self._observed = list(recorder.outside.observed.values())
         self._drafts = list(recorder.drafts)
         phases = [draft.phase for draft in recorder.drafts]
         self._num_of_gradients = sum(phase is not Phase.OPTIMIZER for phase in phases)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # another process does not have it
+
+    def __deepcopy__(self, memo: object) -> CaptureRecord:
+        return self
+
+    def is_of(self, program: StepProgram) -> bool:
+        """Return whether what a program calls is what was captured, and not another instance."""
+        return all(
+            name in self._callables and self._callables[name]() == each
+            for name, each in program.callables().items()
+        )
 
     @contextlib.contextmanager
     def compare(self, recorder: Recorder, *, to_gradients: bool = False) -> Iterator[None]:
@@ -143,6 +161,14 @@ def refuse_counting(numbers: list[Number], call_again: Callable[[], object]) -> 
                 "step, and keep what it needs from step to step in a buffer or in a tensor of the "
                 "batch"
             )
+
+
+def _make_reference(value: Any) -> Callable[[], Any]:
+    """Return a function that returns a value, or None once the program no longer has it."""
+    try:
+        return weakref.WeakMethod(value) if isinstance(value, MethodType) else weakref.ref(value)
+    except TypeError:  # of a class with slots
+        return lambda: value
 
 
 def _make_error(difference: str) -> CaptureError:
