@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import penstock
 from _planned import CASES, MACHINE, differences, eager_step, everything, plan_within
 from fork_servers import find_python
 from penstock.errors import StoreReadError
@@ -230,7 +231,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     source, _ = in_memory()
     tensors = {k: v for k, v in source.state_dict().items() if k != "second.weight"}
     for changes, words in (
-        ({"norm.bias": None}, "no tensor 'norm.bias'"),
+        ({"norm.bias": None}, "no tensor 'norm.bias'; add a file"),
         ({"first.weight": torch.zeros(8, 7)}, r"first.weight.* of shape \(8, 7\)"),
         ({"first.bias": torch.zeros(8, dtype=torch.float64)}, "float64"),
     ):
@@ -241,6 +242,32 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
             bound(model, stepper, "device", None, initialize=tmp_path / "changed.safetensors")
         assert all(parameter.is_meta for parameter in model.parameters())
         assert not stepper.state
+
+
+def test_a_buffer_that_no_file_has_may_be_in_memory(tmp_path):
+    class Shifted(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.register_buffer("shift", torch.arange(8.0), persistent=False)
+
+        def forward(self, x):
+            return super().forward(x + self.shift)
+
+    source = Shifted()
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Shifted()
+    options = {"device_memory": "1MiB", "initialize": tmp_path / "model.safetensors"}
+    options |= {"machine": MACHINE, "time_limit": 0.05, "cache": False}
+    fit = functools.partial(
+        penstock.fit, loss=lambda output, batch: output.square().mean(), **options
+    )
+    stepper, x = torch.optim.SGD(model.parameters()), torch.ones(4, 8)
+    with pytest.raises(ValueError, match=r"no tensor 'shift'; .* make it in memory before"):
+        fit(model, stepper, x)
+    model.shift = source.shift.clone()
+    with fit(model, stepper, x) as step:
+        assert torch.equal(step(x), source(x).square().mean())
 
 
 def test_safetensors_out_are_what_safetensors_reads(store, tmp_path):

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 import penstock
-from _planned import CASES, bind, bound, differences, everything, graph_of, plan_of, trainee
+from _planned import (
+    CASES,
+    MACHINE,
+    bind,
+    bound,
+    differences,
+    everything,
+    graph_of,
+    plan_of,
+    trainee,
+)
 from penstock.errors import GraphFileError, PlanError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,6 +118,27 @@ def test_a_batch_of_another_shape_changes_nothing(store):
         assert step(CASES[CASE].batch).isfinite()
     with pytest.raises(penstock.PenstockError, match="closed"):
         step(CASES[CASE].batch)
+
+
+@pytest.mark.parametrize("accumulate", [None, 1, 2])
+def test_a_list_for_a_tuple_with_which_the_model_is_called_otherwise(accumulate):
+    """As the default collation of a `DataLoader` makes a list of a pair."""
+    model = torch.nn.Bilinear(4, 4, 1)
+    stepper = torch.optim.SGD(model.parameters())
+    pair = torch.ones(3, 4), torch.ones(3, 4)
+    batch, other = pair, [*pair]
+    if accumulate is not None:
+        batch, other = [pair] * accumulate, (*[pair] * (accumulate - 1), [*pair])
+    graph = penstock.capture(
+        model, stepper, batch, loss=lambda output, _: output.mean(), accumulate=accumulate
+    )
+    with bind(penstock.plan(graph, machine=MACHINE), model, stepper, graph=graph) as step:
+        with pytest.raises(
+            ValueError, match=r"is passed as model\(batch\), .* pass tuple\(batch\)"
+        ):
+            step(other)
+        step(batch)
+        step(tuple(batch))
 
 
 def test_a_constant_of_the_graph_that_has_changed(store):

@@ -47,6 +47,24 @@ def constants_in(batch: Any, name: str) -> dict[str, str]:
     }
 
 
+def describe_calls(batch: Any, accumulate: int | None) -> dict[str, str]:
+    """Return how a model is called with a batch, or with each of its micro-batches, by path.
+
+    Example:
+        >>> describe_calls((torch.zeros(2), torch.zeros(2)), None)
+        {'batch': 'model(*batch)'}
+    """
+    if accumulate is None:
+        return {"batch": _describe_call(batch)}
+    return {f"batch.{number}": _describe_call(part) for number, part in enumerate(batch)}
+
+
+def _describe_call(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return "model(**batch)"
+    return "model(*batch)" if isinstance(batch, tuple) else "model(batch)"
+
+
 def is_full_mask(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of a batch looks like a mask of tokens that masks none of them."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.dim() != 2 or not tensor.numel():

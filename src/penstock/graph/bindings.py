@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock.errors import GraphFileError
-from penstock.graph.batches import constants_in, is_full_mask, tensors_in
+from penstock.graph.batches import constants_in, describe_calls, is_full_mask, tensors_in
 from penstock.graph.encoding import dtype_from_name, dtype_name, evaluate
 from penstock.graph.fsdp.shards import Shard, ShardedModel, local_of, sharded_like
 from penstock.graph.splitting.input_pieces import part_of_input
@@ -44,6 +44,7 @@ def bind_batch(graph: StepGraph, batch: Any) -> dict[str, torch.Tensor]:
             "pass a batch of the same form, or capture one of this form"
         )
     _check_constants(graph, batch)
+    _check_calls(graph, batch)
     for name, tensor in found.items():
         view = graph.tensors[name]
         _check_tensor(name, tensor, view)
@@ -140,6 +141,18 @@ def _check_constants(graph: StepGraph, batch: Any) -> None:
             raise ValueError(
                 f"{name} is {now} and was {then} when the step was captured, of which it is a "
                 "part: pass it as a tensor if the model can take one, or capture a step for it"
+            )
+
+
+def _check_calls(graph: StepGraph, batch: Any) -> None:
+    """Raise if the model would be called with the batch in another way than at the capture."""
+    captured = graph.metadata.get("calls", {})
+    for name, now in describe_calls(batch, None if _BATCH in captured else len(captured)).items():
+        if now != (then := captured.get(name, now)):
+            raise ValueError(
+                f"{name} is passed as {now}, and the step was captured as {then}: pass "
+                "tuple(batch) for model(*batch), a mapping for model(**batch), and list(batch) or "
+                "what it was for model(batch)"
             )
 
 

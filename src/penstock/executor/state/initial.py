@@ -91,13 +91,18 @@ class Initialization:
         for identity, name in names.items():
             if identity not in found:
                 paths = ", ".join(file.path for file in self._files)
-                raise ValueError(f"initialize: {paths} has no tensor {name!r}")
+                raise ValueError(
+                    f"initialize: {paths} has no tensor {name!r}; add a file that has it, or, for "
+                    "a buffer that no state_dict has, make it in memory before: what is not on "
+                    "the meta device keeps its numbers"
+                )
 
     def _check_modules(self) -> None:
         for name, owner, keys in self._owners:
             if not hasattr(owner, "reset_parameters"):
+                tensor = f"{name}.{keys[0]}".lstrip(".")
                 raise ValueError(
-                    f"{name}.{keys[0]} is on the meta device and {type(owner).__name__} has no "
+                    f"{tensor} is on the meta device and {type(owner).__name__} has no "
                     "reset_parameters(): pass initialize=, a function that gives a module its "
                     "first numbers, or a safetensors file"
                 )

@@ -18,7 +18,13 @@ from torch import nn
 from penstock.compat.autocast import outside_autocast
 from penstock.compat.fake_tensors import FakeTensor, new_mode
 from penstock.errors import CaptureError
-from penstock.graph.batches import constants_in, is_full_mask, replace_tensors, tensors_in
+from penstock.graph.batches import (
+    constants_in,
+    describe_calls,
+    is_full_mask,
+    replace_tensors,
+    tensors_in,
+)
 from penstock.graph.capturing._conditions import (
     isolate_capture,
     name_optimizer_in_errors,
@@ -184,6 +190,7 @@ def _record_step(
             "hyper_parameters": copy.constants,
             "initial_state": copy.initial_state,
             "batch_constants": constants_in(batch, "batch"),
+            "calls": describe_calls(batch, program.accumulate),
             "evaluation": evaluation_modules(program.roots()),
             "frozen": frozen_parameters(program.roots()),
             "autocast": autocast_of(device),
