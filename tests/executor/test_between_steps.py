@@ -79,6 +79,17 @@ def test_what_happens_between_steps_counts(between, share, tier, store):
     assert side_by_side(between, share=share, tier=tier, store=store) == []
 
 
+def test_a_backward_pass_of_parameters_before_a_step_is_an_error(store):
+    case = CASES[CASE]
+    model, stepper = trainee(case, OPTIMIZER)
+    with bound(CASE, OPTIMIZER, model, stepper, share=1, tier="host", store=store) as step:
+        loss = model(case.batch)
+        step(case.batch)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model(case.batch).backward()
+
+
 @pytest.mark.parametrize(("share", "tier"), WHERE)
 def test_what_a_step_changes_is_not_taken_for_a_change_of_the_users(share, tier, store):
     """Else all that lies in several places would be copied in each step."""

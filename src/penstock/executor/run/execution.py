@@ -257,6 +257,7 @@ class Execution:
         loss = self._loss.place.clone()
         for link in self._links.values():
             link.next_step()
+        self.state.count_changes()
         self.state.record_versions()
         return loss
 

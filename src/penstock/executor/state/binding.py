@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -90,6 +91,11 @@ class StateBinding:
             storage: torch.empty_like(self._home_of(storage))
             for storage in _find_running_statistics(graph)
             if len(self.places.get(storage, [])) > 1
+        }
+        self._changing = {
+            index
+            for index, storage in enumerate(graph.storages)
+            if storage.persistent and storage.initial != storage.final
         }
         self._num_collectives: int | None = None
         self._eager_steps: list[None] = []
@@ -232,6 +238,18 @@ class StateBinding:
         """Forget the user's tensors."""
         self._bound = []
         self._remove_hook()
+
+    def count_changes(self) -> None:
+        """Let torch count what a step has changed, so that a backward pass of a forward pass before
+        the step is an error, as after an ordinary step.
+        """
+        increment_version(
+            [
+                tensor
+                for entry, tensor, _ in self._bound
+                if entry.owner is None and self._memory.storage_of(entry.view) in self._changing
+            ]
+        )
 
     def record_versions(self) -> None:
         """Record the versions after a step, which are none of the user's changes, and what torch
