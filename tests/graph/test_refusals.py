@@ -220,10 +220,28 @@ def fits_badly(weight, x):
     return (weight @ x[:3]).sum()  # refused
 
 
-@pytest.mark.parametrize("forward", [looks_at_the_data, fits_badly])
-def test_torchs_own_errors_name_the_line(forward):
+@pytest.mark.parametrize(
+    ("forward", "remedy"),
+    [
+        (looks_at_the_data, r"not supported .*; calculate with torch instead"),
+        (fits_badly, ""),
+    ],
+)
+def test_torchs_own_errors_name_the_line(forward, remedy):
     model = Step(forward)
-    with pytest.raises(CaptureError, match=rf"in {forward.__name__}: return .* torch cannot run"):
+    message = rf"in {forward.__name__}: return .* torch cannot run.*{remedy}"
+    with pytest.raises(CaptureError, match=message):
+        capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
+
+
+def test_control_flow_of_torch_is_refused_at_the_users_line():
+    """Else torch ends the process."""
+
+    def forward(weight, x):
+        return torch.cond(x.sum() > 0, torch.sum, torch.mean, (weight,))  # refused
+
+    model = Step(forward)
+    with pytest.raises(CaptureError, match=r"in forward: .* torch's cond lets .* torch\.where"):
         capture(model, torch.optim.SGD(model.parameters()), torch.ones(4))
 
 

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch.nn.modules import batchnorm
 
-from penstock.compat.dispatch import current_modes
+from penstock.compat.dispatch import HigherOrderOperator, current_modes
 from penstock.compat.fake_tensors import FakeTensor
 from penstock.compat.user_line import is_raised_by_user, user_line, user_line_of
 from penstock.errors import CaptureError, PenstockError
@@ -37,6 +37,7 @@ from penstock.graph.capturing.recorder import Recorder
 from penstock.graph.encoding import GET_RNG_STATE, SET_RNG_STATE
 from penstock.graph.step_graph import Kind
 
+_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _lock = threading.RLock()
 """Held while a step is captured: parts of torch are patched then, for all threads."""
 
@@ -51,7 +52,7 @@ def isolate_capture() -> Iterator[None]:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            with _translate_torch_errors():
+            with _translate_torch_errors(), _refuse_control_flow():
                 yield
         finally:
             if was_enabled:
@@ -77,6 +78,26 @@ def _translate_torch_errors() -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def _refuse_control_flow() -> Iterator[None]:
+    """Refuse operators that let the data decide which others run.
+
+    Beside a dispatch mode torch ends the process where `torch.cond` needs gradients.
+    """
+    dispatch, thread = HigherOrderOperator.dispatch, threading.get_ident()
+
+    def refuse(operator: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and operator.name() in _CONTROL_FLOW:
+            raise error_here(
+                f"torch's {operator.name()} lets the data decide which operators run; a captured "
+                "step has one course of events: use torch.where, or train under penstock.offload"
+            )
+        return dispatch(operator, *args, **kwargs)
+
+    with mock.patch.object(HigherOrderOperator, "dispatch", refuse):
+        yield
+
+
 def _remedy(error: Exception) -> str:
     """Name the alternative that models have, where it is known."""
     # Each version of torch words its refusal otherwise; the function that refuses keeps its name.
@@ -86,6 +107,8 @@ def _remedy(error: Exception) -> str:
             '; models of Transformers with experts take experts_implementation="batched_mm", whose '
             "products torch can run"
         )
+    if ".numpy()" in str(error):
+        return "; calculate with torch instead, or pass the number as a tensor of the batch"
     return ""
 
 
