@@ -305,8 +305,9 @@ def _explain_small_tier(choice: EvictionChoice, given: int, tier: Tier) -> Infea
     position = int(np.argmax(sequence.base))
     name = "host_memory" if tier == Tier.HOST else "store"
     return InfeasibleError(
-        f"{name}={format_bytes(given)} is too little: what has to leave the device needs "
-        f"{ceil_bytes(low)} there. Give that, or raise device_memory=",
+        f"{name}={format_bytes(given)} is too little: in the time that there was, no plan was "
+        f"found that needs less than {ceil_bytes(low)} there. Give that, raise time_limit=, or "
+        "raise device_memory=",
         operator=sequence.problem.graph.operators[int(sequence.order[position])].name,
         proved=False,
     )
