@@ -85,6 +85,33 @@ def test_numbers_are_those_of_the_model_that_is_bound():
     assert pickle.loads(pickle.dumps(graph)).captured is None  # whose functions are not there
 
 
+RATE = {"now": 0.1}
+
+
+class Descent(torch.optim.Optimizer):
+    scale = 1.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad * RATE["now"] * self.scale)
+
+
+@pytest.mark.parametrize("name", [r"RATE\['now'\]", r"Descent\.scale"])
+def test_what_the_step_of_an_optimizer_reads_elsewhere_is_warned_of(name, monkeypatch):
+    model = Model(lambda: 1.0)
+    optimizer = Descent(model.parameters(), {})
+    with penstock.fit(model, optimizer, X, device_memory="64MiB", **OPTIONS) as step:
+        step(X)
+        if "RATE" in name:
+            monkeypatch.setitem(RATE, "now", 0.5)
+        else:
+            monkeypatch.setattr(Descent, "scale", 0.5)
+        with pytest.warns(UserWarning, match=rf"^{name} .* is 0\.5 and was .* optimizer's step"):
+            step(X)
+        step(X)  # warnings are errors in tests
+
+
 def test_a_number_of_the_backward_pass_is_noticed_at_once():
     class Reversed(torch.autograd.Function):
         @staticmethod

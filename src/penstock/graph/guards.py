@@ -7,6 +7,7 @@ parameters. A change of that between steps is an error, instead of training as b
 from __future__ import annotations
 
 import collections
+import inspect
 import warnings
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ class Guards:
         self._record = record if record is not None and record.is_of(program) else None
         self._numbers = [] if self._record is None else list(self._record.numbers)
         self._numbers = self._numbers or find_numbers(program.callables())
+        self._of_optimizer = _find_numbers_of_step(optimizer)
         self._changed: dict[int, Number] = {}  # by index, as they are now
         self._num_changes = collections.Counter[int]()  # by holder
         self._is_postponed = False
@@ -102,6 +104,7 @@ class Guards:
             )
         if self._captured is not None:
             self._captured.check_outside()
+        self._warn_of_optimizer()
         return self._look_at_numbers()
 
     def accept_numbers(self) -> None:
@@ -196,6 +199,19 @@ class Guards:
                     f"{name!r} {now} {words} and {then} when the step was captured; {_REMEDY}"
                 )
 
+    def _warn_of_optimizer(self) -> None:
+        """Warn once of each variable that the optimizer's step can read, which is not called."""
+        changed = [each for each in self._of_optimizer if each.has_changed()]
+        for number in changed:
+            self._of_optimizer.remove(number)
+            warnings.warn(
+                f"{number.name} ({number.place}) is {number.renew().value!r} and was "
+                f"{number.value!r} when the step was bound; planned steps go on with what the "
+                "optimizer's step has read at the capture: change lr, momentum, betas and "
+                "weight_decay of param_groups alone, or capture the step again",
+                stacklevel=stacklevel_of_user(),
+            )
+
     def _look_at_numbers(self) -> list[str]:
         changed = [index for index, each in enumerate(self._numbers) if each.has_changed()]
         self._changed = {index: self._numbers[index].renew() for index in changed}
@@ -210,6 +226,15 @@ class Guards:
         ]
         self._is_postponed = bool(names)  # until they are accepted: the step may be refused
         return names
+
+
+def _find_numbers_of_step(optimizer: torch.optim.Optimizer) -> list[Number]:
+    """Return the numbers among global variables and attributes of classes that the step of an
+    optimizer of the user's can read; those of its own attributes are in the graph.
+    """
+    kind = type(optimizer)
+    roots = {kind.__name__: kind, f"{kind.__name__}.step": inspect.unwrap(kind.step)}
+    return [each for each in find_numbers(roots) if not each.is_identity]
 
 
 def _index_groups(snapshot: _Snapshot) -> list[list[int]]:
