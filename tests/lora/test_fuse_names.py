@@ -1,6 +1,8 @@
 """`adapter_names` in training, and the settings of a pass that checkpointing runs again."""
 
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from _peft_models import MAKERS, assert_same, backward, gradients, make, make_ba
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear
 
-from penstock.lora import _settings, fuse, fuse_report
+from penstock.lora import _settings, fuse, fuse_report, unfuse
 from penstock.lora._settings import AdapterNames
 
 BATCH = make_batch()
@@ -314,3 +316,106 @@ def test_changes_are_forgotten_only_with_an_error():
         model.set_adapter("default")
     with pytest.raises(RuntimeError, match="call backward\\(\\) earlier"):
         y.sum().backward()
+
+
+@pytest.fixture
+def small():
+    """A fused model of one block that is recomputed, with two adapters, by kind of checkpoint."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+            self.use_reentrant = None
+
+        def forward(self, x):
+            if self.use_reentrant is None:
+                return self.layers(x)
+            return checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
+
+    torch.manual_seed(0)
+    config = {"target_modules": ["0", "1"], "init_lora_weights": False}
+    model = get_peft_model(Block(), LoraConfig(**config))
+    model.add_adapter("other", LoraConfig(**config))
+    return fuse(model)
+
+
+def _run_in_thread(function, *arguments):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _take_step(model, use_reentrant, names=None):
+    """The gradients of a step with a number of nodes that its thread has not made before."""
+    model.base_model.model.use_reentrant = use_reentrant
+    x = torch.ones(3, 8, requires_grad=True)
+    arguments = {} if names is None else {"adapter_names": names}
+    model(x, **arguments).square().sum().backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_passes_in_another_thread_have_its_settings(small, use_reentrant):
+    small.eval()
+    with torch.no_grad():
+        for _ in range(3):  # passes that are not recomputed
+            small(torch.ones(3, 8), adapter_names=["default", "other", "__base__"])
+    small.set_adapter("other")
+    small.train()
+    found = _run_in_thread(_take_step, small, use_reentrant)
+    assert_same(found, _take_step(twin(small), None))
+    assert all(".other." in name for name in found)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_threads_that_trained_other_adapters_are_refused(small, use_reentrant):
+    small.base_model.set_adapter(["default", "other"])
+    names = ["default", "other", "__base__"]
+    for _ in range(3):
+        _take_step(small, use_reentrant, names)
+    with pytest.raises(RuntimeError, match="several threads have called a layer"):
+        _run_in_thread(_take_step, small, use_reentrant, names[::-1])
+    small.zero_grad(set_to_none=True)
+    fuse(unfuse(small))
+    found = _run_in_thread(_take_step, small, use_reentrant, names[::-1])
+    assert_same(found, _take_step(small, None, names[::-1]))
+
+
+def test_a_change_by_another_thread_holds_from_the_next_pass_on(small):
+    with ThreadPoolExecutor(1) as pool:
+        for name in ("default", "other", "default"):
+            small.set_adapter(name)
+            found = pool.submit(_take_step, small, True).result()
+            assert all(f".{name}." in each for each in found)
+            assert len(found) == 4
+
+
+def test_many_threads_are_told_apart_by_their_settings(small):
+    for _ in range(20):  # threads whose settings are all the same
+        _run_in_thread(_take_step, small, False)
+    found = _run_in_thread(_take_step, small, False)
+    assert_same(found, _take_step(small, None))
+    small.set_adapter("other")
+    with pytest.raises(RuntimeError, match="several threads have called a layer"):
+        _run_in_thread(_take_step, small, False)
+
+
+def test_passes_of_two_threads_at_once_have_their_own_names(small):
+    small.eval()
+    x, lists = torch.ones(3, 8), (["default", "other", "__base__"], ["other", "default", "other"])
+    expected = [small(x, adapter_names=names) for names in lists]
+    inside, done = threading.Event(), threading.Event()
+
+    def wait(*_):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert done.wait(10)
+
+    handle = small.base_model.model.layers[0].register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(small, x, adapter_names=lists[0])
+        assert inside.wait(10)
+        assert torch.equal(small(x, adapter_names=lists[1]), expected[1])
+        done.set()
+        assert torch.equal(other.result(), expected[0])
+    handle.remove()

@@ -188,7 +188,7 @@ class FusedLayer(_Stock):
             return 0
         seeds = draw_seeds(len(adapters))
         if not torch.compiler.is_compiling() and type(seeds) is Tensor and not current_modes():
-            note_seeds(self, seeds.tolist(), self.current_settings())
+            note_seeds(self, seeds.tolist())
         return seeds
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from peft.tuners.lora.model import LoraModel
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from penstock.compat.dynamo import disable_dynamo
 from penstock.lora._fused_layer import FusedLayer, find_fused_type, find_stock_type
 from penstock.lora._settings import (
     BASE,
@@ -102,6 +104,11 @@ _TAKES_NAMES = "penstock_takes_names"
 _NO_NAMES = Settings(None, (), False)
 
 
+@disable_dynamo
+def _get_thread() -> int:
+    return threading.get_ident()
+
+
 def _takes_names(module: nn.Module) -> bool:
     return isinstance(module, LoraLayer | AuxiliaryTrainingWrapper)
 
@@ -115,12 +122,18 @@ def _settings_of(module: nn.Module, names: AdapterNames | None) -> Settings:
 @contextlib.contextmanager
 def _pass_names(model: FusedLoraModel, names: AdapterNames) -> Iterator[None]:
     """Pass names to the layers that take them, within a call of the model."""
+    caller = _get_thread()
 
-    def add_names(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "adapter_names": names}
+    def add_names(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Hooks are the module's: a pass in another thread has its own names, or none.
+        return (args, {**kwargs, "adapter_names": names}) if _get_thread() == caller else None
+
+    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if _get_thread() == caller:
+            _check_samples(names, main_input, args, kwargs)
 
     modules = [module for module in model.modules() if _takes_names(module)]
-    check = functools.partial(_check_samples, names, getattr(model.model, "main_input_name", None))
+    main_input = getattr(model.model, "main_input_name", None)
     # PEFT calls the one or the other, by the task of the model.
     handles = [
         outermost.register_forward_pre_hook(check, with_kwargs=True)
@@ -132,8 +145,9 @@ def _pass_names(model: FusedLoraModel, names: AdapterNames) -> Iterator[None]:
             handles.append(
                 module.register_forward_pre_hook(add_names, with_kwargs=True, prepend=True)
             )
-            note_change_uncompiled(module, _settings_of(module, None), _settings_of(module, names))
-            note_use_uncompiled(module)
+            settings = _settings_of(module, names)
+            note_change_uncompiled(module, _settings_of(module, None), settings)
+            note_use_uncompiled(module, settings)
             setattr(module, _TAKES_NAMES, True)
         yield
     finally:
@@ -197,7 +211,6 @@ def _warn_once(name: str) -> None:
 def _check_samples(
     names: Sequence[str],
     main_input: str | None,
-    module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:

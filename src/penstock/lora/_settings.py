@@ -4,11 +4,16 @@ Gradient checkpointing calls a layer again during the backward pass. By then the
 adapters are gone, and other adapters may be active than in the first pass. Autograd numbers its
 nodes one after the other; so do the changes of a layer's settings lie between numbers, and the node
 that asks for the recomputation tells by its own which settings held in the first pass.
+
+Each thread has numbers of its own, from 0 on, and a node does not tell its thread. So what a layer
+was called with is noted by thread; where threads whose node it may be differ, it is refused.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -25,6 +30,7 @@ BASE = "__base__"
 """PEFT's name for rows of no adapter."""
 
 _MAX_CHANGES = 256  # of settings between a first pass and its recomputation
+_MAX_THREADS = 16  # that call a layer; of earlier ones the settings alone are kept
 _MAX_SEEDS = 512  # calls of a layer with dropout between a first pass and its recomputation
 
 
@@ -93,18 +99,79 @@ class Settings(NamedTuple):
 
 @dataclass
 class _SettingsChange:
-    start: int  # the number of the next node at the time of the change
+    start: int  # the number of the thread's next node at the time of the change
     settings: Settings
     was_used: bool = False  # by a first pass of this layer
 
 
 @dataclass
-class _History:
+class _ThreadHistory:
+    """Settings of a layer as one thread called it.
+
+    Attributes:
+        changes: The changes, in the order of their numbers.
+        last_use: The number of the thread's next node at the time of the last first pass.
+        is_trained: Whether a first pass was one of training, or had gradients on: others count
+            only where no thread has such a one (reentrant checkpointing turns gradients off).
+    """
+
     changes: list[_SettingsChange]
+    last_use: int = -1
+    is_trained: bool = False
+
+    def append(self, start: int, settings: Settings) -> None:
+        """Note that the settings change at a number."""
+        self.changes.append(_SettingsChange(start, settings))
+        if len(self.changes) > _MAX_CHANGES:
+            del self.changes[: _MAX_CHANGES // 4]
+
+    def find(self, number: int) -> _SettingsChange:
+        """Return the change whose settings held at a number."""
+        place = bisect.bisect_right(self.changes, number, key=lambda change: change.start) - 1
+        if place < 0:
+            raise RuntimeError(
+                f"the adapters of a layer were changed more than {_MAX_CHANGES} times between a "
+                "forward pass with gradient checkpointing and its backward pass; call backward() "
+                "earlier"
+            )
+        return self.changes[place]
+
+
+@dataclass
+class _History:
+    threads: dict[int, _ThreadHistory] = field(default_factory=dict)
+    forgotten: list[_SettingsChange] = field(default_factory=list)  # of threads beyond the most
     last_task: int = -1  # the backward pass that the last change was made in
     seeds: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_SEEDS))
 
+    def add_thread(self, number: int, settings: Settings) -> _ThreadHistory:
+        """Begin the history of a thread with the settings that it finds."""
+        if len(self.threads) >= _MAX_THREADS:
+            # Its settings stand for any number from here on; two that differ decide as many do.
+            oldest = self.threads.pop(next(iter(self.threads)))
+            for change in oldest.changes if oldest.is_trained else ():
+                is_new = change.settings not in [each.settings for each in self.forgotten]
+                if change.was_used and is_new and len(self.forgotten) < 2:
+                    self.forgotten.append(change)
+        found = self.threads[number] = _ThreadHistory([_SettingsChange(-1, settings, True)])
+        return found
 
+    def find(self, number: int) -> list[_SettingsChange]:
+        """Return the changes that may have held in the first pass of a node, by thread."""
+        threads = list(self.threads.values())
+        trained = [thread for thread in threads if thread.is_trained]
+        return [thread.find(number) for thread in trained or threads] + self.forgotten
+
+
+class _ThreadNumber(threading.local):
+    """A number for each thread that no other has, also after its end."""
+
+    def __init__(self) -> None:
+        self.number = next(_thread_numbers)
+
+
+_thread_numbers = itertools.count()
+_thread = _ThreadNumber()
 _histories: weakref.WeakKeyDictionary[torch.nn.Module, _History] = weakref.WeakKeyDictionary()
 
 
@@ -117,18 +184,25 @@ def note_change(layer: torch.nn.Module, before: Settings, after: Settings) -> No
     """Note that the settings of a layer change from here on."""
     if before == after:
         return
-    history = _history_of(layer, before)
-    history.changes.append(_SettingsChange(next_sequence_number(), after))
+    history = _history_of(layer)
     history.last_task = current_graph_task_id()
-    if len(history.changes) > _MAX_CHANGES:
-        del history.changes[: _MAX_CHANGES // 4]
+    thread = history.threads.get(_thread.number)
+    if thread is None:
+        thread = history.add_thread(_thread.number, before)
+    thread.append(next_sequence_number(), after)
 
 
-def note_use(layer: torch.nn.Module) -> None:
-    """Note that a layer is called with its settings of now."""
-    history = _histories.get(layer)
-    if history is not None:
-        history.changes[-1].was_used = True
+def note_use(layer: torch.nn.Module, now: Settings) -> None:
+    """Note that a layer is called with its settings of now in a first pass."""
+    history = _history_of(layer)
+    thread = history.threads.get(_thread.number)
+    if thread is None:
+        thread = history.add_thread(_thread.number, now)
+    elif thread.changes[-1].settings != now:  # which another thread has set since the last pass
+        thread.append(thread.last_use + 1, now)
+    thread.changes[-1].was_used = True
+    thread.last_use = next_sequence_number()
+    thread.is_trained = thread.is_trained or layer.training or torch.is_grad_enabled()
 
 
 def find_settings(layer: torch.nn.Module, now: Settings) -> Settings | None:
@@ -145,32 +219,34 @@ def find_settings(layer: torch.nn.Module, now: Settings) -> Settings | None:
         RuntimeError: They are not known.
     """
     if not is_recomputing():
-        note_use(layer)
+        note_use(layer, now)
         return None
     history = _histories.get(layer)
     node = current_node()
-    if history is None or node is None or len(history.changes) == 1:
+    if history is None or node is None or not history.threads:
         return None
-    place = bisect.bisect_right(history.changes, node._sequence_nr(), key=lambda c: c.start) - 1
-    if place < 0:
-        raise RuntimeError(
-            f"the adapters of a layer were changed more than {_MAX_CHANGES} times between a "
-            "forward pass with gradient checkpointing and its backward pass; call backward() "
-            "earlier"
-        )
-    change = history.changes[place]
-    if change.settings != now and history.last_task == current_graph_task_id():
+    found = history.find(node._sequence_nr())
+    changed_here = history.last_task == current_graph_task_id()
+    if changed_here and any(change.settings != now for change in found):
         raise RuntimeError(
             "adapters were changed by a function that gradient checkpointing calls again in the "
             "backward pass; call set_adapter() or disable_adapter() outside of the function"
         )
-    if not change.was_used:
+    used = [change.settings for change in found if change.was_used]
+    if not used:
         raise RuntimeError(
             "a layer with adapters is called in a backward pass, in checkpointing within "
             "checkpointing or by a hook, after its adapters or adapter_names were changed; use one "
             "level of gradient checkpointing, and call the model outside of backward passes"
         )
-    return None if change.settings == now else change.settings
+    if any(settings != used[0] for settings in used):
+        raise RuntimeError(
+            "several threads have called a layer with different adapters or adapter_names, and "
+            "gradient checkpointing does not tell in which of them the forward pass was; train in "
+            "one thread, or call penstock.lora.fuse(penstock.lora.unfuse(model)), which forgets "
+            "earlier passes, before another one trains"
+        )
+    return None if used[0] == now else used[0]
 
 
 # Compiled code calls these, where the wrapper costs nothing beside the cut in the graph.
@@ -179,13 +255,13 @@ note_use_uncompiled = disable_dynamo(note_use)
 find_settings_uncompiled = disable_dynamo(find_settings)
 
 
-def note_seeds(layer: torch.nn.Module, seeds: Sequence[int], now: Settings) -> None:
+def note_seeds(layer: torch.nn.Module, seeds: Sequence[int]) -> None:
     """Note the seeds that a layer drew; in a recomputation they must be those of a first pass.
 
     Raises:
         RuntimeError: A recomputation drew others.
     """
-    history = _history_of(layer, now)
+    history = _history_of(layer)
     if not is_recomputing():
         history.seeds.extend(seeds)
     elif not history.seeds or any(seed not in history.seeds for seed in seeds):
@@ -201,8 +277,8 @@ def forget(layer: torch.nn.Module) -> None:
     _histories.pop(layer, None)
 
 
-def _history_of(layer: torch.nn.Module, before: Settings) -> _History:
+def _history_of(layer: torch.nn.Module) -> _History:
     history = _histories.get(layer)
     if history is None:
-        history = _histories[layer] = _History([_SettingsChange(-1, before, was_used=True)])
+        history = _histories[layer] = _History()
     return history
