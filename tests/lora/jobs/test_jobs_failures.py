@@ -1,5 +1,6 @@
 """A job that fails or is interrupted leaves the others, and itself, at the end of a step."""
 
+import functools
 import os
 import re
 import signal
@@ -173,6 +174,26 @@ def test_a_schedule_and_an_optimizer_that_raise_fail_their_jobs_alone(base, undi
         assert wide.num_steps == 0
         assert all(map(torch.equal, before.values(), weights_of(jobs, "wide").values()))
         assert have_same_bits(results_of(jobs)["plain"], undisturbed)
+
+
+class ReplacingOptimizer(torch.optim.SGD):
+    """Plain descent that gives parameters other memory, as many by hand do."""
+
+    def step(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.data = each.data - group["lr"] * each.grad
+
+
+def test_updates_that_are_packed_at_once_follow_replaced_parameters(base):
+    found = []
+    for lookahead in (1, 3):
+        with Jobs(base, max_tokens=128) as jobs:
+            make = functools.partial(ReplacingOptimizer, lr=0.5)
+            add_job(jobs, "plain", num_steps=3, optimizer=make)
+            jobs.run(lookahead=lookahead)
+            found.append(results_of(jobs)["plain"])
+    assert have_same_bits(*found)
 
 
 def test_ctrl_c_in_a_pass_leaves_all_jobs_at_the_end_of_a_step(base, undisturbed):

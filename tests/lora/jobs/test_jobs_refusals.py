@@ -117,6 +117,8 @@ def test_bad_arguments_are_named_with_their_job(jobs, arguments, message):
         ({"schedule": 3}, "schedule is a int; accepted is a function that makes it"),
         ({"loss": "mean"}, "loss is a str; accepted is a function of logits and targets"),
         ({"accumulation": 1.5}, "accumulation is 1.5"),
+        ({"clipping": "1"}, "clipping is '1'; accepted are numbers"),
+        ({"clipping": torch.tensor(1.0)}, "clipping is tensor\\(1.\\); accepted are numbers"),
         ({"num_steps": True}, "num_steps is True"),
         ({"seed": "x"}, "seed is 'x'"),
         ({"seed": True}, "seed is True"),
@@ -330,6 +332,14 @@ def test_rounding_by_the_place_of_a_sample_is_reported(llama):
     assert report.inexact_reason == "a trial gave a chunk beside another one other bits than alone"
 
 
+def choose_by_attention(model):
+    """Look its attention up in a table of its own, as Doge does."""
+    mlp = model.model.layers[0].mlp
+    table = {"sdpa": mlp.forward}
+    mlp.forward = lambda x: table[model.config._attn_implementation](x)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -366,8 +376,12 @@ def test_rounding_by_the_place_of_a_sample_is_reported(llama):
             ),
             None,
         ),
+        (
+            lambda: choose_by_attention(make_llama()),
+            "LlamaForCausalLM cannot be run .* back to back: 'penstock_jobs",
+        ),
     ],
-    ids=["gpt2", "bloom", "bert", "attention", "dynamic"],
+    ids=["gpt2", "bloom", "bert", "attention", "dynamic", "table"],
 )
 def test_models_that_do_not_fit_are_refused_by_name(make, message):
     torch.manual_seed(0)

@@ -63,7 +63,7 @@ class Trial:
                     return self._compare_bits(short, long)
         except torch.OutOfMemoryError:
             raise
-        except (PackingError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        except (PackingError, TypeError, AttributeError, LookupError, RuntimeError) as error:
             raise ValueError(
                 f"{kind} cannot be run on samples of several jobs back to back: {error}. Train "
                 "its jobs with stock PEFT one after the other"

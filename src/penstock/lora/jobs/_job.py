@@ -215,13 +215,15 @@ class JobUpdate:
 
     def _step(self) -> None:
         job = self.job
-        before = [parameter.detach().clone() for parameter in job.parameters]
+        memory = [parameter.detach() for parameter in job.parameters]
+        before = [each.clone() for each in memory]
         for parameter, gradient in zip(job.parameters, self._total, strict=True):
             parameter.grad = gradient
         try:
             if job.settings.clipping is not None:
                 torch.nn.utils.clip_grad_norm_(job.parameters, job.settings.clipping)
             job.optimizer.step()
+            _keep_memory(job.parameters, memory)
         except Exception as error:
             for parameter, saved in zip(job.parameters, before, strict=True):
                 parameter.data.copy_(saved)
@@ -241,6 +243,17 @@ class JobUpdate:
             return
         if job.num_steps >= job.settings.num_steps:
             job.state = "finished"
+
+
+def _keep_memory(parameters: list[Tensor], memory: list[Tensor]) -> None:
+    """Put parameters back into their memory, which leaves of later updates share.
+
+    Some optimizers do not change a parameter in place, but give it another tensor as `.data`.
+    """
+    for parameter, own in zip(parameters, memory, strict=True):
+        if parameter.data_ptr() != own.data_ptr():
+            own.copy_(parameter.detach())
+            parameter.data = own
 
 
 def _are_finite(gradients: list[Tensor]) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -433,8 +434,12 @@ class Jobs:
             given[key] = parse_count(given[key], name=f"job {name!r}: {key}", least=1)
         given["seed"] = parse_count(given["seed"], name=f"job {name!r}: seed")
         clipping = given["clipping"]
-        if clipping is not None and not (clipping > 0 and math.isfinite(clipping)):
-            raise ValueError(f"job {name!r}: clipping is {clipping}; accepted are norms above 0")
+        if clipping is not None:
+            if isinstance(clipping, bool) or not isinstance(clipping, numbers.Real):
+                raise TypeError(f"job {name!r}: clipping is {clipping!r}; accepted are numbers")
+            if not (clipping > 0 and math.isfinite(clipping)):
+                raise ValueError(f"job {name!r}: clipping is {clipping}; accepted are above 0")
+            given["clipping"] = float(clipping)
         return JobSettings(chunk_tokens=self._chunk_tokens, **given)
 
     def _try(self, name: str, adapters: dict[str, Adapter]) -> None:
