@@ -71,6 +71,14 @@ def test_scaling_that_is_not_finite(scaling):
         _adapter(scaling=scaling)
 
 
+@pytest.mark.parametrize("name", ["scaling", "dropout"])
+@pytest.mark.parametrize("value", [torch.tensor(0.5, requires_grad=True), "0.5", None, 0.5j])
+def test_numbers_of_other_types_are_refused(name, value):
+    with pytest.raises(TypeError, match=f"{name} is a {type(value).__name__}; accepted are num"):
+        _adapter(**{name: value})
+    assert getattr(_adapter(**{name: np.float32(0.5)}), name) == 0.5
+
+
 def test_adapter_is_frozen_and_compared_by_identity():
     adapter = _adapter()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -199,3 +207,18 @@ def test_runs_that_do_not_fit(counts, num_rows):
 def test_rows_that_contradict_themselves(fields):
     with pytest.raises(ValueError, match=r"counts are|order is"):
         AdapterRows(num_rows=4, **fields)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0, 4], "order has the number 4; accepted are .* from 0 to 3"),
+        ([-1, 2], "order has the number -1; accepted"),
+        ([3, 3], "order has a row 2 times for adapter 0"),
+    ],
+)
+def test_orders_of_rows_that_no_batch_has(order, message):
+    with pytest.raises(ValueError, match=message):
+        AdapterRows(4, (2,), (-1,), torch.tensor(order))
+    with pytest.raises(TypeError, match="order is a list; accepted is a tensor"):
+        AdapterRows(4, (2,), (-1,), order)

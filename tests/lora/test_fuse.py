@@ -24,7 +24,7 @@ from peft import (
 )
 from peft.tuners.lora.layer import Linear
 
-from penstock.lora import FuseReport, fuse, fuse_report, unfuse
+from penstock.lora import FuseReport, fuse, fuse_report, linear, unfuse
 from penstock.lora._dropout import keep
 from penstock.lora._fused_layer import draw_seeds
 
@@ -421,6 +421,25 @@ def test_one_dimension_is_peft():
     assert torch.equal(fuse(model)(x), expected)
     model(torch.randn(0, 8)).sum().backward()
     assert all(not gradient.any() for gradient in gradients(model).values())
+
+
+def _nest(x):
+    return torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+
+
+@pytest.mark.parametrize("form", [_nest, torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_inputs_without_strides_are_peft(form):
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model = get_peft_model(base, LoraConfig(target_modules=["0"], init_lora_weights=False))
+    x = form(torch.randn(5, 8).relu())
+    expected = model(x)
+    found = fuse(model)(x)
+    if expected.is_nested:
+        found, expected = found.values(), expected.values()
+    assert torch.equal(found, expected)
+    with pytest.raises(TypeError, match="x is nested, sparse or of a layout without strides"):
+        linear(x, torch.randn(8, 8), None, [], [-1] * 5, seed=0)
 
 
 @pytest.mark.parametrize("scaling", [torch.tensor(2.0, requires_grad=True), float("inf")])

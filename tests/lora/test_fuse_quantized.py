@@ -9,6 +9,7 @@ pytest.importorskip("peft")
 from _peft_models import assert_same, gradients
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.torchao import TorchaoLoraLinear
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from penstock.lora import _quantized, fuse, fuse_report, unfuse
 
@@ -112,6 +113,12 @@ def test_other_quantised_weights_are_called_as_they_are(kind):
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_plain_weights_of_a_captured_step_are_not_tried():
+    with FakeTensorMode():
+        assert not _quantized.can_split_rows(torch.randn(8, 8))
+    assert FakeTensor not in _quantized._can_split
+
+
 def test_layers_of_peft_for_torchao_are_fused():
     model, _ = _model()
     layer = model.base_model.model[0]

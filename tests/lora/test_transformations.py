@@ -231,6 +231,51 @@ def test_derivatives_of_torch_func(by_row):
         assert torch.equal(forward_ad.unpack_dual(dual).tangent, derivative)
 
 
+@pytest.mark.parametrize("trained", ["all", "ups"])
+def test_gradients_of_many_outputs_at_once(trained):
+    """As `is_grads_batched=True`, and as vmap around the backward pass, for one each."""
+    x, weight, adapters = _layer(6, 2)
+    for adapter in adapters:
+        adapter.down.requires_grad_(trained == "all")
+    y = _plain(AdapterRows.group([1, 0, -1, 0, 1, 1], 2), adapters, weight)(x)
+    asked = [x, *(each for a in adapters for each in (a.down, a.up) if each.requires_grad)]
+    many = torch.randn(3, *y.shape, dtype=y.dtype)
+
+    def differentiate(dy, **arguments):
+        return torch.autograd.grad(y, asked, dy, retain_graph=True, **arguments)
+
+    wanted = [torch.stack(each) for each in zip(*map(differentiate, many), strict=True)]
+    for found in (
+        differentiate(many, is_grads_batched=True),
+        torch.func.vmap(differentiate)(many),
+    ):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_vectorised_jacobians_and_hessians_are_those_one_by_one():
+    x, weight, adapters = _layer(3, 2)
+    run = _plain(AdapterRows.group([0, -1, 1], 2), adapters, weight)
+    for function, of in (("jacobian", run), ("hessian", lambda x: run(x).sum())):
+        found, wanted = (
+            getattr(torch.autograd.functional, function)(of, x.detach(), vectorize=vectorize)
+            for vectorize in (True, False)
+        )
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+def test_compiled_transformations():
+    x, weight, adapters = _layer(4, 1, dropout=0.0)
+
+    def run(x):
+        return linear(x, weight, None, adapters, seed=3).sin().sum()
+
+    run_all = torch.func.vmap(torch.func.grad(run))
+    compiled = torch.compile(lambda x: run_all(x), backend="eager", fullgraph=True)
+    x = x.detach()[None].expand(3, 4, IN)
+    torch.testing.assert_close(compiled(x), run_all(x), rtol=0, atol=1e-12)
+
+
 def test_hessian_is_that_of_autograd():
     x, weight, adapters = _layer(3, 2)
     run = _plain(AdapterRows.group([0, -1, 1], 2), adapters, weight)

@@ -1,9 +1,9 @@
 """Private names of torch's autograd."""
 
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,11 +101,36 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
         return False
 
 
+@mark_constant  # compiled code is guarded by both
 def is_transformed() -> bool:
     """Return whether a transformation of `torch.func` or a forward-mode derivative is running."""
     return (
         forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def map_batched(
+    function: Callable[[torch.Tensor], Sequence[torch.Tensor]], gradient: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    """Call a function with a gradient, or with each of several that come as one.
+
+    They do with `is_grads_batched=True`, as `torch.autograd.functional.jacobian` has it for
+    `vectorize=True`: in a vmap of autograd's own, which knows no rule of a custom operator.
+
+    Args:
+        function: Returns some tensors for one gradient.
+        gradient: One gradient, or several.
+
+    Returns:
+        The function's tensors, each with those for several gradients as one.
+    """
+    if not torch._C._functorch.is_legacy_batchedtensor(gradient):
+        return function(gradient)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    found = [function(each) for each in torch._remove_batch_dim(gradient, level, 1, 0)]
+    stacked = [torch.stack(each) for each in zip(*found, strict=True)]
+    return [torch._add_batch_dim(each, 0, level) for each in stacked]
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from penstock.compat.autograd import outlive_inference
+from penstock.compat.autograd import is_eager, outlive_inference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def has_strides(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is neither nested nor sparse nor of a library's own layout."""
+    return not (tensor.is_nested or tensor.is_mkldnn) and tensor.layout == torch.strided
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +37,8 @@ class Adapter:
         dropout: Probability of dropping an element of the input before `down`, in [0, 1).
 
     Raises:
-        TypeError: `down` or `up` is not a tensor.
+        TypeError: `down` or `up` is not a tensor, or `scaling` or `dropout` is not a number. (To
+            train a scaling, multiply `up` by it.)
         ValueError: Shapes, dtypes or devices do not fit each other, the rank is 0, `scaling` is not
             finite, or `dropout` is outside of [0, 1).
     """
@@ -60,6 +67,8 @@ class Adapter:
                 f"down is {down.dtype} on {down.device} and up {up.dtype} on {up.device}; both "
                 "must have one floating-point dtype and one device"
             )
+        _check_number("scaling", self.scaling)
+        _check_number("dropout", self.dropout)
         if not math.isfinite(self.scaling):
             raise ValueError(f"scaling is {self.scaling}; accepted are finite numbers")
         if not 0 <= self.dropout < 1:
@@ -91,7 +100,9 @@ class AdapterRows:
             for one adapter; None where the rows of each adapter lie together.
 
     Raises:
-        ValueError: Counts, starts and order do not fit each other or the batch.
+        TypeError: `order` is no tensor.
+        ValueError: Counts, starts and order do not fit each other or the batch; of the numbers in
+            `order` those on the CPU are looked at.
     """
 
     num_rows: int
@@ -112,12 +123,15 @@ class AdapterRows:
         if order is None:
             if -1 in self.starts:
                 raise ValueError("order is None; adapters whose start is -1 need it")
+        elif not isinstance(order, torch.Tensor):
+            raise TypeError(f"order is a {type(order).__name__}; accepted is a tensor")
         elif order.dtype != torch.int64 or tuple(order.shape) != (sum(self.counts),):
             raise ValueError(
                 f"order is {order.dtype} of shape {tuple(order.shape)}; accepted are int64 numbers "
                 f"of the adapters' {sum(self.counts)} rows"
             )
         else:
+            _check_order(order, self)
             object.__setattr__(self, "order", outlive_inference(order))
 
     @classmethod
@@ -184,6 +198,30 @@ class AdapterRows:
     def num_adapters(self) -> int:
         """Adapters among which the rows are divided."""
         return len(self.counts)
+
+
+def _check_order(order: torch.Tensor, rows: AdapterRows) -> None:
+    """Refuse numbers of rows that do not exist or come twice, where they can be read at once."""
+    if order.device.type != "cpu" or not order.numel() or not is_eager(order):
+        return
+    least, most = map(int, order.aminmax())
+    if least < 0 or most >= rows.num_rows:
+        raise ValueError(
+            f"order has the number {least if least < 0 else most}; accepted are the rows of the "
+            f"batch, from 0 to {rows.num_rows - 1}"
+        )
+    for number, part in enumerate(order.split(list(rows.counts))):
+        if rows.starts[number] < 0 and len(part) and int(times := part.bincount().max()) > 1:
+            raise ValueError(
+                f"order has a row {int(times)} times for adapter {number}; accepted is once"
+            )
+
+
+def _check_number(name: str, value: object) -> None:
+    """Refuse what is no number of Python's or NumPy's; a tensor's gradient would be lost."""
+    if type(value) is not float and not isinstance(value, numbers.Real | torch.SymFloat):
+        of_tensor = "; multiply up by it" if isinstance(value, torch.Tensor) else ""
+        raise TypeError(f"{name} is a {type(value).__name__}; accepted are numbers{of_tensor}")
 
 
 def _to_integers(assignment: torch.Tensor | Sequence[int]) -> torch.Tensor:

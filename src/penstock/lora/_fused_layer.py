@@ -23,11 +23,10 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.compat.autograd import is_transformed
 from penstock.compat.dispatch import current_modes
-from penstock.compat.fake_tensors import FakeTensor
-from penstock.lora._adapters import Adapter, AdapterRows
+from penstock.lora._adapters import Adapter, AdapterRows, has_strides
 from penstock.lora._linear import add, linear
 from penstock.lora._products import is_autocasting
-from penstock.lora._quantized import can_split_rows, multiply_by_rows
+from penstock.lora._quantized import PLAIN, can_split_rows, multiply_by_rows
 from penstock.lora._settings import (
     AdapterNames,
     Settings,
@@ -40,8 +39,6 @@ from penstock.lora._settings import (
 logger = logging.getLogger(__name__)
 
 _SETTINGS = ("_active_adapter", "_disable_adapters")
-# Plain weights are fake tensors in a captured step; those of subclasses keep their class there.
-_PLAIN = (nn.Parameter, Tensor, FakeTensor)
 _PARTS = ("lora_A", "lora_B", "lora_dropout")
 _PART_TYPES = ((nn.Linear,), (nn.Linear,), (nn.Dropout, nn.Identity))
 _RANK_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that ranks differ in many bits; signed
@@ -158,11 +155,13 @@ class FusedLayer(_Stock):
             return "arguments of a LoRA variant are given"
         if not isinstance(x, Tensor) or x.dim() < 2 or not x.dtype.is_floating_point:
             return "the input is not a floating-point tensor of at least two dimensions"
+        if not has_strides(x):
+            return "the input is nested, sparse or of a layout without strides"
         if is_distributed(x):
             return "the input is a DTensor"
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             return "the call is traced by torch.jit"
-        if self._is_random(used) and not torch.compiler.is_compiling() and is_transformed():
+        if self._is_random(used) and is_transformed():
             return "a transformation of torch.func decides how dropout is drawn"
         for name in used:
             obstacle = find_adapter_obstacle(self, name)
@@ -267,7 +266,7 @@ def find_base_obstacle(base: nn.Module) -> str | None:
     if is_watched(base):
         return "the base layer has hooks or a forward of its own"
     weight: Any = base.weight
-    if type(weight) not in _PLAIN and not can_split_rows(weight):
+    if type(weight) not in PLAIN and not can_split_rows(weight):
         kind = type(weight.data if type(weight) is nn.Parameter else weight)
         return f"the base layer's weight is a {kind.__name__}"
     return None
@@ -286,7 +285,7 @@ def is_watched(module: nn.Module) -> bool:
 
 def is_distributed(tensor: object) -> bool:
     """Return whether a tensor is sharded over processes."""
-    return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
+    return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh")
 
 
 def _describe(scaling: Any) -> str:

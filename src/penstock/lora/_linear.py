@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.compat.autograd import is_eager, is_transformed
 from penstock.lora import _products
-from penstock.lora._adapters import FLOATS, Adapter, AdapterRows
+from penstock.lora._adapters import FLOATS, Adapter, AdapterRows, has_strides
 from penstock.lora._operator import record, uses_of
 
 _GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 divided by the golden ratio
@@ -171,7 +171,7 @@ def _prepare(
 
 
 def _run(call: _Call, weight: Tensor | None, bias: Tensor | None, total: Tensor | None) -> Tensor:
-    if not torch.compiler.is_compiling() and is_transformed():
+    if is_transformed():
         return _products.compose(call.x, weight, bias, total, uses_of(*call.operands))
     is_direct = is_eager(call.x, weight, bias, total, *call.operands[0], *call.operands[1])
     run = record if is_direct else torch.ops.penstock.lora_forward
@@ -180,6 +180,8 @@ def _run(call: _Call, weight: Tensor | None, bias: Tensor | None, total: Tensor 
 
 def _check_input(x: Tensor) -> None:
     _check_tensor("x", x, x)
+    if not has_strides(x):
+        raise TypeError("x is nested, sparse or of a layout without strides; accepted are others")
     if not x.dim():
         raise ValueError("x has no dimension; accepted are tensors of shape (*batch, in_features)")
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from penstock.compat.autograd import below_autograd, is_eager
+from penstock.compat.autograd import below_autograd, is_eager, is_transformed, map_batched
 from penstock.lora import _products
 from penstock.lora._dropout import Mask
 
@@ -176,9 +176,9 @@ class _LinearWithAdapters(torch.autograd.Function):
             found = iter(_differentiable(dy, x, weight, *operands, flags=flags))
         else:
             run = _backward
-            if not is_eager(dy, x, weight, *matrices):
+            if not is_eager(dy, x, weight, *matrices) or is_transformed():
                 run = torch.ops.penstock.lora_backward
-            found = iter(run(dy, x, weight, hidden, *operands, flags))
+            found = iter(map_batched(lambda dy: run(dy, x, weight, hidden, *operands, flags), dy))
         gradients = [next(found) if flag else None for flag in flags]
         dweight = _products.multiply(dy.t(), x).to(weight.dtype) if needs_weight else None
         dbias = dy.sum(0).to(ctx.of_bias) if needs_bias else None
@@ -253,6 +253,23 @@ def _(x, weight, bias, total, downs, ups, order, counts, *_):  # noqa: ANN202
 def _(dy, x, weight, hidden, downs, ups, *operands):  # noqa: ANN202
     matrices, needs = [x, *downs, *ups], operands[-1]
     return [each.new_empty(each.shape) for each, need in zip(matrices, needs, strict=True) if need]
+
+
+def _map_backward(info, in_dims, *operands):  # noqa: ANN202
+    """Return the gradients for each of several dy: `torch.vmap` is around the backward pass."""
+
+    def pick(operand, dim, number):  # noqa: ANN202
+        if isinstance(dim, list | tuple):
+            return [pick(*each, number) for each in zip(operand, dim, strict=True)]
+        return operand if dim is None else operand.select(dim, number)
+
+    run = torch.ops.penstock.lora_backward
+    found = [run(*pick(operands, in_dims, number)) for number in range(info.batch_size)]
+    stacked = [torch.stack(each) for each in zip(*found, strict=True)]
+    return stacked, [0] * len(stacked)
+
+
+torch.library.register_vmap("penstock::lora_backward", _map_backward, lib=_library)
 
 
 @register_flop_formula(torch.ops.penstock.lora_forward)

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.compat.fake_tensors import FakeTensor
 from penstock.lora._products import is_autocasting
 
 _BLOCK_ELEMENTS = 1 << 20  # dequantised at a time
 _MIN_ROWS = 64
+
+PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+"""Classes of weights that are not quantised: a captured step has fake tensors for plain ones."""
 
 _OF_INPUT = ("act_quant_kwargs", "activation_quantization")  # the layer quantises its input too
 
@@ -30,7 +34,7 @@ _can_split: dict[type, bool] = {}
 def can_split_rows(weight: Tensor) -> bool:
     """Return whether a weight is quantised and a block of its rows can be dequantised alone."""
     kind = type(weight)
-    if kind in (Tensor, torch.nn.Parameter) or weight.requires_grad:
+    if kind in PLAIN or weight.requires_grad:
         return False
     if any(getattr(weight, name, None) is not None for name in _OF_INPUT):
         return False

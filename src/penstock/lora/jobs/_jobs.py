@@ -437,9 +437,9 @@ class Jobs:
         if clipping is not None:
             if isinstance(clipping, bool) or not isinstance(clipping, numbers.Real):
                 raise TypeError(f"job {name!r}: clipping is {clipping!r}; accepted are numbers")
+            given["clipping"] = clipping = float(clipping)
             if not (clipping > 0 and math.isfinite(clipping)):
                 raise ValueError(f"job {name!r}: clipping is {clipping}; accepted are above 0")
-            given["clipping"] = float(clipping)
         return JobSettings(chunk_tokens=self._chunk_tokens, **given)
 
     def _try(self, name: str, adapters: dict[str, Adapter]) -> None:
