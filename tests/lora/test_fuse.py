@@ -24,7 +24,7 @@ from peft import (
 )
 from peft.tuners.lora.layer import Linear
 
-from penstock.lora import FuseReport, fuse, fuse_report, linear, unfuse
+from penstock.lora import FuseReport, _fused_layer, fuse, fuse_report, linear, unfuse
 from penstock.lora._dropout import keep
 from penstock.lora._fused_layer import draw_seeds
 
@@ -121,6 +121,30 @@ def test_evaluation_equals_peft():
     stock, fused = make(lora_dropout=0.1).eval(), fuse(make(lora_dropout=0.1)).eval()
     with torch.no_grad():
         assert torch.allclose(fused(**BATCH).logits, stock(**BATCH).logits, atol=1e-6)
+
+
+def test_short_inputs_of_evaluation_are_peft(monkeypatch):
+    """As those of a token at a time, where the operator's arguments take longer than its work."""
+    calls = []
+    monkeypatch.setattr(_fused_layer, "linear", lambda *a, **k: calls.append(1) or linear(*a, **k))
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model = get_peft_model(
+        base, LoraConfig(target_modules=["0"], lora_dropout=0.5, init_lora_weights=False)
+    )
+    stock = twin(model).eval()
+    fuse(model).eval()
+    x, many = torch.randn(4, 8), torch.randn(4096, 8)
+    with torch.no_grad():
+        assert torch.equal(model(x), stock(x)) and not calls
+        torch.testing.assert_close(model(many), stock(many))
+        assert len(calls) == 1
+        model.train()(x)
+        model.eval().base_model.model[0].lora_dropout.train()
+        model(x)
+    assert len(calls) == 3
+    model.eval()(x)
+    assert len(calls) == 4
 
 
 def test_several_active_adapters_add_up():

@@ -38,6 +38,7 @@ from penstock.lora._settings import (
 
 logger = logging.getLogger(__name__)
 
+_FEW_ELEMENTS = 1 << 14  # of an input, such as one token of each sample
 _SETTINGS = ("_active_adapter", "_disable_adapters")
 _PARTS = ("lora_A", "lora_B", "lora_dropout")
 _PART_TYPES = ((nn.Linear,), (nn.Linear,), (nn.Dropout, nn.Identity))
@@ -103,6 +104,8 @@ class FusedLayer(_Stock):
         else:
             used = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or not used:
+            return super().forward(x, *args, **kwargs)
+        if names is None and self._is_short_evaluation(x, used):
             return super().forward(x, *args, **kwargs)
         obstacle = self._find_obstacle(x, used, kwargs)
         if obstacle is not None:
@@ -173,6 +176,13 @@ class FusedLayer(_Stock):
             if down.dtype != x.dtype and not getattr(self, "cast_input_dtype_enabled", True):
                 return "the input's dtype is not cast to the adapter's"
         return None
+
+    def _is_short_evaluation(self, x: Tensor, used: list[str]) -> bool:
+        """Return whether PEFT's call is the faster one: nothing is kept, masked or moved twice."""
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        is_short = isinstance(x, Tensor) and not x.is_nested and x.numel() <= _FEW_ELEMENTS
+        return is_short and not self._is_random(used)
 
     def _is_random(self, used: list[str]) -> bool:
         dropouts: list[nn.Module] = [self.lora_dropout[name] for name in used]
