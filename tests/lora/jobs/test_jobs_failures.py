@@ -4,13 +4,28 @@ import functools
 import os
 import re
 import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from peft import LoraConfig
 
-from _jobs_cases import JOBS, adamw, add_job, have_same_bits, make_data, results_of, weights_of
+from _jobs_cases import (
+    JOBS,
+    adamw,
+    add_job,
+    have_same_bits,
+    make_data,
+    make_llama,
+    results_of,
+    weights_of,
+)
 from penstock.lora import fuse
 from penstock.lora.jobs import Jobs
+from penstock.lora.jobs._insertion import AdapterHost
+from penstock.lora.jobs._packed_model import PackedModel
 
 STEPS = 6
 
@@ -326,9 +341,23 @@ def replace_parameters(peft_model):
             layer.lora_A["plain"].weight = torch.nn.Parameter(layer.lora_A["plain"].weight * 2)
 
 
+def hook_gradients(peft_model):
+    for name, each in peft_model.named_parameters():
+        if "lora_B.plain" in name:
+            each.register_hook(torch.neg)
+
+
+def hook_accumulation(peft_model):
+    for name, each in peft_model.named_parameters():
+        if "lora_A.plain" in name:
+            each.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (hook_gradients, "has hooks on the gradients"),
+        (hook_accumulation, "has hooks on the gradients"),
         (lambda peft_model: peft_model.merge_adapter(), r"merged.*unmerge_adapter\(\) first"),
         (lambda peft_model: peft_model.delete_adapter("plain"), "no longer has its adapter"),
         (lambda peft_model: peft_model.unload(), "no longer has its adapter"),
@@ -353,12 +382,35 @@ def test_fused_layers_are_refused_with_the_remedy(llama):
             add_job(jobs, "other")
 
 
-def test_a_base_that_is_changed_is_reported(llama):
+@pytest.mark.parametrize("first", [0, 10])
+def test_a_base_that_is_changed_is_reported(llama, first):
     with Jobs(llama, max_tokens=128) as jobs:
         add_job(jobs, "plain", num_steps=2)
         jobs.step()
         assert jobs.report().is_exact
         with torch.no_grad():
-            jobs.peft_model.get_base_model().lm_head.weight.mul_(1.1)
+            jobs.peft_model.get_base_model().lm_head.weight[first:].mul_(1.1)
         jobs.step()
         assert "parameters of the base were changed" in str(jobs.report().inexact_reason)
+
+
+def test_initial_weights_of_two_threads_are_drawn_one_after_the_other(monkeypatch):
+    draw, calls = torch.nn.init.kaiming_uniform_, []
+
+    def note(*arguments, **named):
+        calls.append(threading.get_ident())
+        time.sleep(0.005)
+        return draw(*arguments, **named)
+
+    hosts = [AdapterHost(PackedModel(make_llama())) for _ in range(2)]
+    monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", note)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(
+            pool.map(
+                lambda host: host.insert("plain", LoraConfig(target_modules=["q_proj"]), 3), hosts
+            )
+        )
+    assert len(set(calls)) == 2
+    assert calls in (sorted(calls), sorted(calls, reverse=True))
+    for name, adapter in found[0].items():
+        assert torch.equal(adapter.down, found[1][name].down)

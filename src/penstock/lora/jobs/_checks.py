@@ -143,6 +143,19 @@ def find_inexact_dtype(model: nn.Module) -> str:
     return ""
 
 
+def count_writes(model: nn.Module) -> int:
+    """Return how often parameters of a base were written to, as far as torch counts it.
+
+    Args:
+        model: The base model; its adapters are not counted.
+    """
+    return sum(
+        each._version
+        for name, each in model.named_parameters()
+        if ".lora_" not in name and not each.is_inference()
+    )
+
+
 def check_positions(model: Any, num_rows: int) -> None:
     """Refuse rotary frequencies that depend on the longest sample of a pass.
 
@@ -215,8 +228,8 @@ def check_adapters_kept(job: str, adapters: Mapping[str, Adapter], layers: dict[
         layers: PEFT's LoRA layers by name.
 
     Raises:
-        ValueError: Adapters are merged into the base, or a layer lacks the job's adapter or has
-            other parameters or another scaling in its place.
+        ValueError: Adapters are merged into the base, or a layer lacks the job's adapter, has
+            other parameters or another scaling in its place, or hooks on its gradients.
     """
     if merged := [name for name, layer in layers.items() if layer.merged]:
         raise ValueError(
@@ -239,9 +252,20 @@ def check_adapters_kept(job: str, adapters: Mapping[str, Adapter], layers: dict[
                 "the job's optimizer does not hold; copy numbers into the adapter's, or remove the "
                 "job and add it again"
             )
+        _check_hooks(job, name, adapter)
         if float(layer.scaling[job]) != adapter.scaling:
             raise ValueError(
                 f"job {job!r}: layer {name} has the scaling {float(layer.scaling[job])}, and the "
                 f"job is trained with {adapter.scaling}; set it back, or remove the job and add it "
                 "with another lora_alpha"
+            )
+
+
+def _check_hooks(job: str, layer: str, adapter: Adapter) -> None:
+    for each in (adapter.down, adapter.up):
+        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"job {job!r}: layer {layer} has hooks on the gradients of its adapter, which "
+                "passes over several jobs do not run: remove them, and change gradients in the "
+                "optimizer (register_step_pre_hook)"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,10 @@ def release_base(base: nn.Module, owner: object) -> None:
         del _owners[base]
 
 
+# PEFT draws initial weights from torch's own generator, which all threads have in common.
+_seeding = threading.Lock()
+
+
 class AdapterHost:
     """A base with the adapters that it has.
 
@@ -95,7 +100,7 @@ class AdapterHost:
         from peft import get_peft_model
 
         self._check_targets(name, config)
-        with keep_random_state(self._packed.device), warnings.catch_warnings():
+        with _seeding, keep_random_state(self._packed.device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
             torch.manual_seed(derive_seed(seed, "weights"))
             try:

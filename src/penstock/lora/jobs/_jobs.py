@@ -22,16 +22,13 @@ from penstock.lora.jobs._checks import (
     check_config,
     check_name,
     check_positions,
+    count_writes,
     find_inexact_dtype,
 )
 from penstock.lora.jobs._comparison import Trial
 from penstock.lora.jobs._data import SampleOrder
 from penstock.lora.jobs._insertion import AdapterHost, check_owner, claim_base, release_base
-from penstock.lora.jobs._job import (
-    JobSettings,
-    TrainingJob,
-    hold_interrupts,
-)
+from penstock.lora.jobs._job import JobSettings, TrainingJob, hold_interrupts
 from penstock.lora.jobs._losses import Loss, check_loss, sum_cross_entropy
 from penstock.lora.jobs._micro_batch import BLOCK_ROWS
 from penstock.lora.jobs._optimizers import (
@@ -118,6 +115,7 @@ class Jobs:
         check_positions(base_model, self._most_tokens)
         self._base = base_model
         self._base_hash = _checkpoint.fingerprint_base(base_model)
+        self._num_writes = count_writes(base_model)
         self._trainable = [each for each in base_model.parameters() if each.requires_grad]
         self._sizes = find_row_sizes(base_model, max(max_tokens, 4 * BLOCK_ROWS))
         self._inexact = find_inexact_dtype(base_model) or self._sizes.reason
@@ -492,5 +490,8 @@ class Jobs:
                 f"rows were probed with {self._num_threads} threads, and passes run with "
                 f"{torch.get_num_threads()}"
             )
-        elif _checkpoint.fingerprint_base(self._base) != self._base_hash:
+        elif (
+            count_writes(self._base) != self._num_writes
+            or _checkpoint.fingerprint_base(self._base) != self._base_hash
+        ):
             self._inexact = "parameters of the base were changed, as merging and unmerging does"
