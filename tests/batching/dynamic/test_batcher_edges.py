@@ -186,6 +186,36 @@ def test_numbers_of_python_become_the_default_type():
     assert dtypes == [single, single, torch.int64, torch.bool, double]
 
 
+@pytest.mark.parametrize("number_first", [False, True])
+def test_numbers_among_tensors_leave_these_their_gradients(number_first):
+    factor = torch.tensor(2.0, requires_grad=True)
+    graph = TypedGraph()
+    for value in (1.5, factor, 3) if number_first else (factor, 1.5, 3):
+        graph.add("x", inputs=[value])
+    found = DynamicBatcher({"x": nn.Identity()})(graph).of("x")
+    assert sorted(found.tolist()) == [1.5, 2, 3]
+    found.square().sum().backward()
+    assert factor.grad == 4
+
+
+@pytest.mark.parametrize("max_bytes", [None, "256KiB"])
+def test_gradients_that_cells_pass_on_as_they_are_reach_rows_in_any_order(max_bytes):
+    """A sum's terms have the gradient of their sum, which lies in the pool that it is added to."""
+
+    class Add(nn.Module):
+        def forward(self, left, right):
+            return left + right
+
+    batcher = DynamicBatcher({"leaf": nn.Embedding(3, 64), "add": Add()}, max_bytes=max_bytes)
+    graph = TypedGraph()
+    leaves = [graph.add("leaf", inputs=[word]) for word in range(3)]
+    sums = [graph.add("add", leaves[0], leaves[1]), graph.add("add", leaves[2], leaves[0])]
+    graph.add("add", graph.add("add", sums[0], leaves[1]), graph.add("add", sums[1], sums[0]))
+    batcher([graph, graph]).last().sum().backward()
+    gradient = next(batcher.parameters()).grad
+    assert gradient.tolist() == [[6.0] * 64, [6.0] * 64, [2.0] * 64]
+
+
 @pytest.mark.parametrize("max_bytes", [None, "256KiB"])
 def test_autocast_computes_what_it_does_node_by_node(max_bytes):
     """An embedding returns float32 and a linear layer bfloat16, both read by the same cell."""

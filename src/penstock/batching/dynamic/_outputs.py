@@ -288,6 +288,8 @@ class GradientPools:
                     target[first : operands.start + operands.rows.stop] += gradient
                 else:
                     first = operands.rows.start + place * num_nodes
+                    if _share_memory(gradient, target):  # as that of a sum's term, its result's
+                        gradient = gradient.clone()
                     target.index_add_(0, self.index[first : first + num_nodes], gradient)
 
     def take(self, pool: int, start: int, num_nodes: int) -> tuple[Tensor | None, ...]:
@@ -357,6 +359,10 @@ class ReadOperands(torch.autograd.Function):
         pools, operands, num_nodes = ctx.place
         pools.add(operands, num_nodes, gradients)
         return (None, None, None, *[None] * ctx.num_tokens)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def has_gradient(tensor: Tensor) -> bool:

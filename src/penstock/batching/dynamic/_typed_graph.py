@@ -318,8 +318,14 @@ def note_inputs_of(kind: Hashable) -> Iterator[None]:
 
 
 def _stack(values: Sequence[Any]) -> Tensor:
-    if isinstance(values[0], Tensor):
-        return torch.stack(list(values))
+    device = next((each.device for each in values if isinstance(each, Tensor)), None)
+    if device is not None:  # numbers among tensors are tensors, too: these keep their gradients
+        return torch.stack(
+            [
+                each if isinstance(each, Tensor) else torch.as_tensor(each, device=device)
+                for each in values
+            ]
+        )
     if isinstance(values[0], np.ndarray):
         return torch.from_numpy(np.stack(values))
     return torch.tensor(values, device="cpu")
