@@ -96,6 +96,34 @@ def test_transformations_of_functions_are_those_of_torch():
     torch.testing.assert_close(torch.func.grad(lambda q: call(q).sum())(q), theirs)
 
 
+def test_operands_that_are_negated_lazily_are_read_so():
+    pattern = documents([20, 9], 16, True, None)
+    bias = torch.rand(29)
+    plain = [*(each.detach().float() for each in operands(pattern, dim=8)), bias]
+    lazy = [torch._neg_view(-each).requires_grad_() for each in plain]
+    plain = [each.clone().requires_grad_() for each in plain]
+    found = [blocksparse(*each[:3], pattern.layout, bias=each[3]) for each in (lazy, plain)]
+    assert torch.equal(*found)
+    gradient = torch.rand(found[0].shape)
+    of_lazy = torch.autograd.grad(found[0], lazy, torch._neg_view(-gradient))
+    assert all(map(torch.equal, of_lazy, torch.autograd.grad(found[1], plain, gradient)))
+
+
+def test_many_gradients_at_once_are_those_one_by_one_or_refused():
+    pattern = documents([20, 9], 16, True, None)
+    given = [each.detach().requires_grad_() for each in operands(pattern, dim=8)]
+    out = blocksparse(*given, pattern.layout, bias=torch.zeros(29))
+    many = torch.rand(2, *out.shape, dtype=out.dtype)
+
+    def differentiate(gradient: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, given, gradient, retain_graph=True)
+
+    expected = [torch.stack(each) for each in zip(*map(differentiate, many), strict=True)]
+    torch.testing.assert_close(list(torch.func.vmap(differentiate)(many)), expected)
+    with pytest.raises(NotImplementedError, match="blocksparse does not take many gradients"):
+        torch.autograd.grad(out, given, many, is_grads_batched=True)
+
+
 def test_a_shape_is_computed_without_memory():
     layout = Layout.window(40, 9, 16).to("meta")
     q, k, v = (torch.empty(2, 4, 40, dim, device="meta") for dim in (8, 8, 5))

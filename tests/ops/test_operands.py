@@ -49,6 +49,44 @@ def test_forward_mode_derivatives_are_refused_and_never_zero(name: str):
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_samples_of_vmap_are_computed_as_alone(name: str):
+    function, operands = CALLS[name]
+    many = [torch.stack([each, 2 * each]) for each in operands]
+    found = torch.func.vmap(function)(*many)
+    assert torch.equal(found, torch.stack([function(*each) for each in zip(*many, strict=True)]))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_many_gradients_at_once_are_those_one_by_one(name: str):
+    function, operands = CALLS[name]
+    given = [each.clone().requires_grad_() for each in operands]
+    out = function(*given)
+    many = torch.rand(2, *out.shape)
+
+    def differentiate(gradient: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, given, gradient, retain_graph=True)
+
+    expected = [torch.stack(each) for each in zip(*map(differentiate, many), strict=True)]
+    torch.testing.assert_close(list(torch.func.vmap(differentiate)(many)), expected)
+    if name in ("deform_conv2d", "spgemm"):
+        with pytest.raises(NotImplementedError, match=r"have torch\.func\.vmap call"):
+            torch.autograd.grad(out, given, many, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operands_that_are_negated_lazily_are_read_so(name: str):
+    function, operands = CALLS[name]
+    lazy = [torch._neg_view(-each).requires_grad_() for each in operands]
+    plain = [each.clone().requires_grad_() for each in operands]
+    found, expected = function(*lazy), function(*plain)
+    assert torch.equal(found, expected)
+    gradient = torch.rand(found.shape)
+    of_lazy = torch.autograd.grad(found, lazy, torch._neg_view(-gradient))
+    of_plain = torch.autograd.grad(expected, plain, gradient)
+    assert all(map(torch.equal, of_lazy, of_plain))
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_gradients_of_torch_func_are_refused_by_name(name: str):
     function, operands = CALLS[name]
     many = [torch.stack([each, each]) for each in operands]
@@ -87,6 +125,10 @@ def test_activations_that_cannot_be_fitted_are_refused():
         (lambda: unfold_windows(None, 3), "x is a NoneType, but must be a tensor"),
         (lambda: group_rational([1.0], torch.ones(1, 2), torch.ones(1, 1)), "x is a list"),
         (lambda: deform_conv2d([1.0], torch.ones(1), torch.ones(1)), "input is a list"),
+        (lambda: deform_conv2d(IMAGES, None, torch.ones(1)), "offset is a NoneType"),
+        (lambda: deform_conv2d(IMAGES, OFFSETS, torch.ones(1), mask=[1.0]), "mask is a list"),
+        (lambda: local_conv2d(IMAGES, [1.0]), "weight is a list"),
+        (lambda: dynamic_filter2d(IMAGES, None), "filters is a NoneType"),
     ],
 )
 def test_operands_that_are_no_tensors_are_refused(call, message: str):

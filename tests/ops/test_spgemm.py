@@ -241,6 +241,32 @@ def test_a_pattern_is_used_again_and_never_for_other_operands(path: str):
         pattern.multiply(a.values().float(), b.values())
 
 
+def test_a_pattern_is_used_with_entries_in_any_order(path: str):
+    """The values of an operand are in the order of its own entries, not of the pattern's."""
+    sorted_a, b = draw(9, 8, 0.5), draw(8, 7, 0.4, 1)
+    rows = torch.repeat_interleave(torch.arange(9), sorted_a.crow_indices().diff())
+    order = torch.argsort(8 * rows - sorted_a.col_indices())  # backwards in each row
+    a = torch.sparse_csr_tensor(
+        sorted_a.crow_indices(), sorted_a.col_indices()[order], sorted_a.values()[order], (9, 8)
+    )
+    for each, other in ((a, sorted_a), (sorted_a, a)):
+        operand, expected = (each.detach().requires_grad_() for _ in range(2))
+        found = spgemm(operand, b, pattern=product_pattern(other, b))
+        torch.testing.assert_close(found.to_dense(), other.to_dense() @ b.to_dense())
+        found.values().sum().backward()
+        spgemm(expected, b).values().sum().backward()
+        assert torch.equal(operand.grad.values(), expected.grad.values())
+
+
+def test_lazily_negated_gradients_are_read_so(path: str):
+    a = draw(9, 8, 0.5).requires_grad_()
+    found = spgemm(a, draw(8, 7, 0.4, 1)).to_dense()
+    gradient = torch.rand(found.shape, dtype=found.dtype)
+    (of_lazy,) = torch.autograd.grad(found, a, torch._neg_view(-gradient), retain_graph=True)
+    (of_plain,) = torch.autograd.grad(found, a, gradient)
+    assert torch.equal(of_lazy.values(), of_plain.values())
+
+
 def test_gradients_are_those_of_differences(path: str):
     a, b = draw(6, 7, 0.4), draw(7, 9, 0.4, 1)
     for mask in (None, draw(6, 9, 0.5, 2)):

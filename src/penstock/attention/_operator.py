@@ -19,6 +19,7 @@ from penstock.attention._layout import Layout
 from penstock.attention._operands import BlockOperands, empty_gradient, empty_results
 from penstock.attention._paths import kernels_for
 from penstock.compat.autograd import is_eager
+from penstock.compat.dispatch import loop_over_batches, refuse_batched
 
 
 @torch.library.custom_op("penstock::blocksparse_forward", mutates_args=())
@@ -83,6 +84,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, _: Tensor | None) -> tuple[Any
     q, k, v, out, lse, bias, *arrays = ctx.saved_tensors
     if dout is None:
         return None, None, None, None, [None] * len(arrays), None, None
+    refuse_batched("penstock.attention.blocksparse", dout)
     # With create_graph, by the operator, which refuses to be differentiated.
     is_direct = is_eager(dout, q, k, v, bias) and not torch.is_grad_enabled()
     run = _backward if is_direct else blocksparse_backward
@@ -124,6 +126,7 @@ def _refuse(ctx: Any, *grads: Any) -> None:
 
 
 blocksparse_backward.register_autograd(_refuse)
+loop_over_batches(blocksparse_backward)
 
 
 def _count_pairs(q, arrays, block: int) -> int:

@@ -104,9 +104,11 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
 @mark_constant  # compiled code is guarded by both
 def is_transformed() -> bool:
     """Return whether a transformation of `torch.func` or a forward-mode derivative is running."""
-    return (
-        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return forward_ad._current_level >= 0 or _is_function_transformed()
+
+
+def _is_function_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def map_batched(
@@ -150,9 +152,12 @@ def is_eager(*tensors: torch.Tensor | None) -> bool:
     The dispatcher converts all arguments, which takes a tenth of a millisecond, and autograd as
     `torch.library` registers it flattens lists in half a millisecond.
     """
-    if torch.compiler.is_compiling() or is_dispatch_watched():
+    if torch.compiler.is_compiling() or is_dispatch_watched() or _is_function_transformed():
         return False
-    return all(each is None or (type(each) in _PLAIN and not each.is_meta) for each in tensors)
+    return all(
+        each is None or (type(each) in _PLAIN and not each.is_meta and not each.is_neg())
+        for each in tensors
+    )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

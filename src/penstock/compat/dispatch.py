@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils._python_dispatch
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch.utils._mode_utils import no_dispatch as no_dispatch
@@ -103,6 +104,48 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 _BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def refuse_batched(name: str, *gradients: torch.Tensor | None) -> None:
+    """Refuse gradients of `torch.autograd.grad(is_grads_batched=True)`.
+
+    Torch's own error names neither function nor remedy.
+
+    Raises:
+        NotImplementedError: One is of many.
+    """
+    if any(each is not None and is_batched(each) for each in gradients):
+        raise NotImplementedError(
+            f"{name} does not take many gradients at once by is_grads_batched=True, as "
+            "torch.autograd.functional.jacobian(vectorize=True) passes them: have torch.func.vmap "
+            "call torch.autograd.grad, or pass them one by one"
+        )
+
+
+def loop_over_batches(operator: CustomOpDef) -> None:
+    """Have `torch.func.vmap` call an operator for one sample after the other.
+
+    So does torch by itself, but not for operators that take or return lists.
+    """
+
+    def run(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+        found = [
+            operator(*(_select(*each, number) for each in zip(arguments, in_dims, strict=True)))
+            for number in range(info.batch_size)
+        ]
+        if isinstance(found[0], torch.Tensor):
+            return torch.stack(found), 0
+        results = [torch.stack(each) for each in zip(*found, strict=True)]
+        return type(found[0])(results), type(found[0])([0] * len(results))
+
+    operator.register_vmap(run)
+
+
+def _select(argument: Any, dim: Any, number: int) -> Any:
+    """Return an argument of one sample; `dim` is the samples' dimension, or None for no samples."""
+    if isinstance(dim, (list, tuple)):
+        return [_select(*each, number) for each in zip(argument, dim, strict=True)]
+    return argument if dim is None else argument.select(dim, number)
 
 
 def outside_modes(function: _Function) -> _Function:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import REALS, THREADS, VECTORS, load_optional_library, name_kernels
+from penstock.compat.dispatch import loop_over_batches
 from penstock.ops._operands import KINDS, check_operand, sum_dtype
 from penstock.ops._tiles import choose_tile_rows
 
@@ -74,6 +75,7 @@ def _differentiate(ctx: Any, dsums: Tensor) -> Tensor:
 
 
 _column_reduce.register_autograd(_differentiate, setup_context=_keep_shape)
+loop_over_batches(_column_reduce)
 
 
 def _sum_by_torch(rows: Tensor) -> Tensor:

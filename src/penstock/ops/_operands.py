@@ -21,14 +21,23 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def check_tensor(name: str, value: object) -> None:
+    """Refuse what is no tensor.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}, but must be a tensor")
+
+
 def check_dtype(name: str, tensor: Tensor) -> None:
     """Refuse what is no tensor of floating-point numbers that the operators know.
 
     Raises:
         TypeError: It is something else, or of another dtype.
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, but must be a tensor")
+    check_tensor(name, tensor)
     if tensor.dtype not in DTYPES:
         raise TypeError(
             f"{name} has the dtype {tensor.dtype}, but must have one of "

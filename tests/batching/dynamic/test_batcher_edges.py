@@ -469,6 +469,20 @@ def test_transformations_are_refused():
         torch.func.grad(loss)(dict(batcher.named_parameters()))
 
 
+def test_many_gradients_at_once_are_refused():
+    batcher = DynamicBatcher({"word": nn.Embedding(5, 64), "join": Mix()})
+    found, weights = batcher(pairs_of_words()).of("join"), list(batcher.parameters())
+
+    def differentiate(gradient):
+        return torch.autograd.grad(found, weights, gradient)
+
+    many = torch.ones(2, *found.shape)
+    with pytest.raises(RuntimeError, match="take one gradient at a time"):
+        torch.func.vmap(differentiate)(many)
+    with pytest.raises(RuntimeError, match="take one gradient at a time"):
+        torch.autograd.grad(found, weights, many, is_grads_batched=True)
+
+
 @pytest.mark.parametrize("is_one_graph", [True, False])
 def test_inputs_that_do_not_fit_together_are_named(is_one_graph):
     graphs = [TypedGraph(), TypedGraph()]

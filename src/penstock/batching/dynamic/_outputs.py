@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.batching._arrays import Integers
 from penstock.batching.dynamic._layout import ExecutionPlan, Operands
 from penstock.compat import autograd
+from penstock.compat.dispatch import is_batched
 from penstock.compat.dynamo import run_uncompiled
 from penstock.tables import Report
 
@@ -355,6 +356,12 @@ class ReadOperands(torch.autograd.Function):
             raise RuntimeError(
                 "outputs of a DynamicBatcher can be differentiated once; create_graph=True is not "
                 "supported: run the cells one by one where second derivatives are needed"
+            )
+        given = [each for each in gradients if each is not None]
+        if autograd.is_transformed() or any(map(is_batched, given)):
+            raise RuntimeError(
+                "outputs of a DynamicBatcher take one gradient at a time: call "
+                "torch.autograd.grad for each, without is_grads_batched and torch.func.vmap"
             )
         pools, operands, num_nodes = ctx.place
         pools.add(operands, num_nodes, gradients)

@@ -12,6 +12,7 @@ from penstock.compat.autograd import autocast_dtype
 from penstock.ops._operands import (
     check_dtype,
     check_operand,
+    check_tensor,
     check_together,
     read_integers,
     sum_dtype,
@@ -93,6 +94,10 @@ def _convolve(
     bound: float | None,
     square: bool,
 ) -> Tensor:
+    check_tensor("offset", offset)
+    for name, each in (("bias", bias), ("mask", mask)):
+        if each is not None:
+            check_tensor(name, each)
     for name, each in (("input", input), ("weight", weight)):
         check_dtype(name, each)
     input, weight, bias = _cast(input, weight, bias)
@@ -103,11 +108,19 @@ def _convolve(
         offset = _widen(offset, input, weight, size)
     _check_offsets(input, offset, mask, weight, size)
     if bound is not None:
-        if isinstance(bound, str) or not bound >= 0:
-            raise ValueError(f"bound is {bound!r}, but must be at least 0, or None for no bound")
+        _check_bound(bound)
         offset = offset.clamp(-bound, bound)
         geometry = dataclasses.replace(geometry, reach=math.ceil(min(bound, _MOST_PIXELS)))
     return deform_forward(input, offset, weight, bias, mask, geometry.numbers)
+
+
+def _check_bound(bound: float) -> None:
+    try:
+        is_right = not isinstance(bound, str) and bool(bound >= 0)
+    except (TypeError, ValueError, RuntimeError):  # nothing that is compared with numbers, or many
+        is_right = False
+    if not is_right:
+        raise ValueError(f"bound is {bound!r}, but must be at least 0, or None for no bound")
 
 
 def _as_pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from penstock.codegen import name_kernels
+from penstock.compat.dispatch import loop_over_batches, refuse_batched
 from penstock.ops.deform import _native, _torch
 from penstock.ops.deform._shapes import DeformGeometry, DeformInputs
 
@@ -76,6 +77,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    refuse_batched("penstock.ops.deform_conv2d", dout)
     given = ctx.saved_tensors
     grads = iter(deform_backward(dout, *given, ctx.geometry))
     return *(None if each is None else next(grads) for each in given), None
@@ -92,6 +94,8 @@ def _refuse(ctx: Any, *grads: Any) -> None:
 
 
 deform_backward.register_autograd(_refuse)
+loop_over_batches(deform_forward)
+loop_over_batches(deform_backward)
 
 
 @register_flop_formula(torch.ops.penstock.deform_forward)

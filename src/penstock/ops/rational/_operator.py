@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from penstock.codegen import name_kernels
+from penstock.compat.dispatch import loop_over_batches
 from penstock.ops.rational import _native, _torch
 
 
@@ -80,6 +81,8 @@ def _differentiate_gradients(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
 
 
 rational_backward.register_autograd(_differentiate_gradients, setup_context=_keep)
+loop_over_batches(rational_forward)
+loop_over_batches(rational_backward)
 
 
 @register_flop_formula(torch.ops.penstock.group_rational)

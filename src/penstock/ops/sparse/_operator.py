@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.compat.dispatch import loop_over_batches, refuse_batched
 from penstock.compat.dynamo import mark_constant
 from penstock.compat.packages import is_installed
 from penstock.ops.sparse import _native, _torch
@@ -129,12 +130,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, dvalues: Tensor) -> tuple[Any, ...]:
+    refuse_batched("penstock.ops.ProductPattern.multiply", dvalues)
     left_values, right_values, *indices = ctx.saved_tensors
     grads = spgemm_gradients(dvalues, left_values, right_values, indices, *ctx.rest)
     return *grads, [None] * len(indices), None, None, None
 
 
 spgemm_values.register_autograd(_differentiate, setup_context=_keep)
+loop_over_batches(spgemm_values)
 
 
 def _refuse(ctx: Any, *grads: Any) -> None:
@@ -145,3 +148,4 @@ def _refuse(ctx: Any, *grads: Any) -> None:
 
 
 spgemm_gradients.register_autograd(_refuse)
+loop_over_batches(spgemm_gradients)

@@ -59,7 +59,7 @@ class _ProductNode(torch.autograd.Function):
         left, right, offsets, columns = ctx.saved_tensors
         call: ProductOperands = ctx.call
         result = Rows(offsets, columns, call.left.num_rows, call.right.num_columns)
-        dvalues = _read_gradient(gradients[0], result).to(left.dtype)
+        dvalues = _read_gradient(gradients[0], result).to(left.dtype).resolve_neg()
         rest = (call.mask is not None, call.max_bytes)
         if torch.is_grad_enabled():  # an operator, which refuses second derivatives
             indices = [*call.tensors[:4], offsets, columns]

@@ -160,8 +160,8 @@ class ProductPattern:
         )
         return result.to(left_values.dtype)
 
-    def require(self, left: Rows, right: Rows) -> None:
-        """Refuse operands with other patterns."""
+    def of_operands(self, left: Rows, right: Rows) -> ProductPattern:
+        """Return it for values in the orders of these operands, and refuse those of others."""
         for name, known, given in (("a", self.left, left), ("b", self.right, right)):
             given = given.to(known.columns.dtype)
             is_same = (
@@ -175,6 +175,11 @@ class ProductPattern:
                     f"pattern is of another {name} than the one that is passed: make it anew by "
                     "product_pattern(a, b)"
                 )
+        return dataclasses.replace(
+            self,
+            left=dataclasses.replace(self.left, place=left.place),
+            right=dataclasses.replace(self.right, place=right.place),
+        )
 
     @property
     def _rows(self) -> tuple[Rows, Rows, Rows]:
@@ -201,7 +206,7 @@ def _multiply(
             return multiply(left_values, right_values, call, a.layout)
         pattern = _find(call)  # made of operators, which are seen
     else:
-        pattern.require(left, right)
+        pattern = pattern.of_operands(left, right)
         if max_bytes is not None:
             pattern = dataclasses.replace(pattern, max_bytes=read_budget(max_bytes))
     return assemble(pattern.result, pattern.multiply(left_values, right_values), a.layout)

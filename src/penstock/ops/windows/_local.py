@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from penstock.ops._operands import check_dtype, check_operand, check_together
+from penstock.compat.dispatch import loop_over_batches
+from penstock.ops._operands import check_dtype, check_operand, check_tensor, check_together
 from penstock.ops.windows._geometry import Pair, Windows
 from penstock.ops.windows._unfold import check_images, kernels_for
 from penstock.units import parse_count
@@ -58,6 +59,7 @@ def local_conv2d(
         ValueError: Shapes do not fit, or operands are on several devices.
     """
     check_images(x)
+    check_tensor("weight", weight)
     groups = parse_count(groups, name="groups", least=1)
     expected = f"(O, {x.shape[1]} / {groups}, Fh, Fw, Ho, Wo) with O a multiple of {groups}"
     fits = weight.dim() == 6 and weight.shape[1] * groups == x.shape[1]
@@ -114,6 +116,7 @@ def dynamic_filter2d(
         ValueError: Shapes do not fit, or operands are on several devices.
     """
     check_images(x)
+    check_tensor("filters", filters)
     fits = filters.dim() == 6 and filters.shape[0] == x.shape[0]
     if not fits or filters.shape[1] == 0 or x.shape[1] % filters.shape[1]:
         raise ValueError(
@@ -232,6 +235,9 @@ def _differentiate_of_weight(ctx: Any, ddweight: Tensor) -> tuple[Any, ...]:
 _multiply.register_autograd(_differentiate, setup_context=_keep)
 _differentiate_input.register_autograd(_differentiate_of_input, setup_context=_keep_of_input)
 _differentiate_weight.register_autograd(_differentiate_of_weight, setup_context=_keep_of_weight)
+loop_over_batches(_multiply)
+loop_over_batches(_differentiate_input)
+loop_over_batches(_differentiate_weight)
 
 
 @register_flop_formula(torch.ops.penstock.local_filter)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.codegen import name_kernels
+from penstock.compat.dispatch import loop_over_batches
 from penstock.ops._operands import check_operand
 from penstock.ops.windows import _native, _torch
 from penstock.ops.windows._geometry import Pair, Windows
@@ -126,3 +127,5 @@ def _differentiate_fold(ctx: Any, dx: Tensor) -> tuple[Any, ...]:
 
 _unfold.register_autograd(_differentiate, setup_context=_keep_size)
 _fold.register_autograd(_differentiate_fold, setup_context=_keep_windows)
+loop_over_batches(_unfold)
+loop_over_batches(_fold)
