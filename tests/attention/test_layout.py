@@ -189,6 +189,8 @@ def test_scores_that_are_nan_are_refused_where_they_count(dtype: torch.dtype):
             "mask is on meta, but must be on cpu",
         ),
         (lambda: Layout.causal(32).token_mask(-3), ValueError, "num_queries is -3"),
+        (lambda: Layout.causal(32).token_mask(65), ValueError, "65, but layout has blocks of 64"),
+        (lambda: Layout.causal(32).token_mask(9, 70), ValueError, "num_keys is 70"),
     ],
 )
 def test_other_numbers_and_tensors_are_refused(make, error: type[Exception], message: str):

@@ -451,12 +451,17 @@ class Layout:
         Args:
             num_queries: Queries; None for those of the layout, or all of its blocks.
             num_keys: The same for keys.
+
+        Raises:
+            TypeError: A number is no int.
+            ValueError: A number is negative, or more than the blocks have.
         """
         num_queries = self.num_queries if num_queries is None else num_queries
         num_keys = self.num_keys if num_keys is None else num_keys
-        for name, value in (("num_queries", num_queries), ("num_keys", num_keys)):
-            if value is not None:
-                parse_count(value, name=name)
+        lengths = {"num_queries": len(self.first_key), "num_keys": len(self.end_query)}
+        for (name, most), value in zip(lengths.items(), (num_queries, num_keys), strict=True):
+            if value is not None and parse_count(value, name=name) > most:
+                raise ValueError(f"{name} is {value}, but layout has blocks of {most} tokens")
         query = torch.arange(len(self.first_key), device=self.device)[:num_queries, None]
         key = torch.arange(len(self.end_query), device=self.device)[:num_keys]
         seen = (self.first_key[:num_queries, None] <= key) & (key < self.end_key[query[:, 0], None])
