@@ -254,6 +254,19 @@ def test_compiled_graphs_have_the_operator_whole(path: str):
         assert torch.equal(found, wanted)
 
 
+def test_graphs_of_open_shapes_have_biases_and_heads():
+    mask = torch.ones(4, 2, 2, dtype=torch.bool).tril()
+    layout = Layout.from_blocks(mask, 16)
+    q, k, v = torch.rand(3, 2, 4, 32, 8)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return blocksparse(q, k, v, layout, bias=bias)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=True)
+    for bias in (torch.rand(32), torch.rand(2, 4, 32)):
+        assert torch.equal(compiled(q, k, v, bias), run(q, k, v, bias))
+
+
 def test_autocast_computes_in_its_dtype():
     pattern = documents([20, 9], 16, True, None)
     q, k, v = operands(pattern, dim=8, dtype=torch.float32)

@@ -202,6 +202,12 @@ def test_biases_are_broadcast_to_the_result(shape: tuple[int, ...], dtype: torch
         assert torch.equal(local_conv2d(x, weight, bias), expected)
 
 
+def test_graphs_of_open_shapes_have_biases():
+    compiled = torch.compile(local_conv2d, fullgraph=True, backend="eager", dynamic=True)
+    operands = IMAGES, torch.rand(5, 2, 3, 3, 2, 2), torch.rand(5, 2, 2)
+    assert torch.equal(compiled(*operands), local_conv2d(*operands))
+
+
 def test_derivatives_of_a_bias_are_those_of_torch():
     weight, bias = torch.rand(2, 2, 3, 3, 2, 2), torch.rand(2, 1, 1)
 

@@ -135,7 +135,8 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
             f"q, k, v and layout are on {q.device}, {k.device}, {v.device} and {layout.device}, "
             "but must be on one device: move them, as by layout.to(q.device)"
         )
-    if layout.num_heads not in (1, heads):
+    # Not looked for in a tuple, where the open numbers of a traced graph are none of its elements.
+    if layout.num_heads != 1 and layout.num_heads != heads:
         raise ValueError(
             f"layout has {layout.num_heads} heads, but must have 1 or those of q, {heads}"
         )
@@ -165,8 +166,8 @@ def expand_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         )
     shape = (q.shape[0], q.shape[1], k.shape[2])
     widths = bias.shape[::-1]
-    if not 1 <= bias.dim() <= 3 or any(
-        width not in (full, 1 if i else full)
+    if not 1 <= bias.dim() <= 3 or not all(
+        width == full or (i > 0 and width == 1)
         for i, (width, full) in enumerate(zip(widths, shape[::-1], strict=False))
     ):
         raise ValueError(

@@ -61,10 +61,12 @@ def local_conv2d(
     check_images(x)
     check_tensor("weight", weight)
     groups = parse_count(groups, name="groups", least=1)
-    expected = f"(O, {x.shape[1]} / {groups}, Fh, Fw, Ho, Wo) with O a multiple of {groups}"
     fits = weight.dim() == 6 and weight.shape[1] * groups == x.shape[1]
     if not fits or weight.shape[0] % groups:
-        raise ValueError(f"weight has the shape {tuple(weight.shape)}, but must have {expected}")
+        raise ValueError(
+            f"weight has the shape {tuple(weight.shape)}, but must have (O, {x.shape[1]} / "
+            f"{groups}, Fh, Fw, Ho, Wo) with O a multiple of {groups}"
+        )
     if bias is not None:
         _check_bias(x, weight, bias)
     y = _filter(x, weight, (stride, padding, dilation), groups, "weight")
@@ -77,7 +79,8 @@ def _check_bias(x: Tensor, weight: Tensor, bias: Tensor) -> None:
     check_together(x=x, bias=bias)
     shape = (x.shape[0], weight.shape[0], *weight.shape[4:])
     pairs = zip(bias.shape[::-1], shape[::-1], strict=False)
-    if bias.dim() > 4 or any(length not in (1, full) for length, full in pairs):
+    # Not looked for in a tuple, where the open numbers of a traced graph are none of its elements.
+    if bias.dim() > 4 or not all(full == length or length == 1 for length, full in pairs):
         raise ValueError(
             f"bias has the shape {tuple(bias.shape)}, but must have (O, Ho, Wo), {shape[1:]}, or "
             f"one that is broadcast to {shape}: reshape it"
