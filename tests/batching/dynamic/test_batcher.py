@@ -385,6 +385,14 @@ def test_what_cannot_run_is_refused():
     graph = TypedGraph()
     with pytest.raises(ValueError, match="node 0 reads 0"):
         graph.add("node", 0)
+    graph.add("leaf", inputs=[1])
+    for nodes in ([0, 0], 0.0, "0"):
+        with pytest.raises(TypeError, match=r"numbers of nodes; got .*as add\(kind, \*nodes\)"):
+            graph.add("node", nodes)
+    for inputs in (torch.ones(3), 5, "word"):
+        with pytest.raises(TypeError, match="inputs must be a list with an entry for each operand"):
+            graph.add("leaf", inputs=inputs)
+    assert len(graph) == 1
 
 
 def test_errors_of_cells_have_a_note_of_their_type():

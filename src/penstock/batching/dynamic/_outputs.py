@@ -73,7 +73,10 @@ class BatchedOutputs:
 
     @run_uncompiled(reason="what is read depends on the graphs")
     def select(self, nodes: Sequence[int] | Integers | Tensor) -> Any:
-        """Return the outputs of nodes, in the order given.
+        """Return copies of the outputs of nodes, in the order given.
+
+        Hooks and gradients of a copy are of what is computed from it, not of nodes that have read
+        the same outputs.
 
         Args:
             nodes: Numbers of nodes through all graphs, at least one (see `first_nodes`), or a mask

@@ -10,6 +10,7 @@ is the number of batches of type t that are still to come in any order.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -224,17 +225,22 @@ class TypedGraph:
             The number of the node.
 
         Raises:
+            TypeError: An argument is no number, or `inputs` no list.
             ValueError: An argument is no earlier node.
         """
         if "nodes" in self.__dict__ or self._arrays is not None:
             raise ValueError("the graph has been run or made from arrays: no node can be added")
-        node = len(self._codes)
-        for argument in arguments:
+        if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+            raise TypeError(
+                f"inputs must be a list with an entry for each operand; got {type(inputs).__name__}"
+            )
+        node, reads = len(self._codes), [_read_node(each) for each in arguments]
+        for argument in reads:
             if not 0 <= argument < node:
                 raise ValueError(
-                    f"arguments must be nodes added before; node {node} reads {argument!r}"
+                    f"arguments must be nodes added before; node {node} reads {argument}"
                 )
-        self._add(kind, arguments, len(inputs))
+        self._add(kind, reads, len(inputs))
         if inputs:
             self._rows.setdefault(self._codes[-1], []).append(tuple(inputs))
         return node
@@ -315,6 +321,16 @@ def note_inputs_of(kind: Hashable) -> Iterator[None]:
     except (RuntimeError, TypeError, ValueError) as error:
         error.add_note(f"raised where inputs of nodes of type {kind!r} are joined")
         raise
+
+
+def _read_node(argument: Any) -> int:
+    try:
+        return operator.index(argument)
+    except TypeError:
+        raise TypeError(
+            f"arguments must be numbers of nodes; got {argument!r}: pass several one after the "
+            "other, as add(kind, *nodes)"
+        ) from None
 
 
 def _stack(values: Sequence[Any]) -> Tensor:
