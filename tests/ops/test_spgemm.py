@@ -294,6 +294,17 @@ def test_second_derivatives_are_refused_in_every_layout(path: str):
                 differentiate_twice(total, a)
 
 
+def test_second_derivatives_of_the_values_of_a_matrix_are_refused(path: str):
+    made = draw(6, 6, 0.4).to_sparse_coo().coalesce()
+    values = made.values().clone().requires_grad_()
+    a = torch.sparse_coo_tensor(made.indices(), values, made.shape, is_coalesced=True)
+    total = spgemm(a, made).to_dense().square().sum()
+    with pytest.raises(RuntimeError, match="no gradient of its own: leave create_graph out"):
+        torch.autograd.grad(total, values, create_graph=True)
+    spgemm(2 * a, made).to_dense().sum().backward()
+    assert values.grad is not None
+
+
 def test_bits_do_not_depend_on_threads():
     a, b = (draw(60, 60, density, seed).float() for density, seed in ((0.3, 0), (0.9, 1)))
     before, results = torch.get_num_threads(), []

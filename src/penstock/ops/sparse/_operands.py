@@ -25,6 +25,7 @@ def read_operand(name: str, operand: Tensor, *, is_mask: bool = False) -> tuple[
         ValueError: It is no matrix of numbers, or its indices are malformed.
     """
     _require_matrix(name, operand, is_mask)
+    drops_graph = operand.layout == torch.sparse_csr or not operand.is_leaf
     if operand.layout == torch.sparse_coo:
         # Coalescing sums what is stored twice, with a gradient for each.
         operand = operand.coalesce()
@@ -32,7 +33,7 @@ def read_operand(name: str, operand: Tensor, *, is_mask: bool = False) -> tuple[
     else:
         offsets, columns = operand.crow_indices(), operand.col_indices()
     values = operand.values()
-    if values.requires_grad and operand.layout == torch.sparse_csr:
+    if values.requires_grad and drops_graph:
         values.register_hook(_refuse_graph)
     return sort_rows(name, offsets, columns, *operand.shape), values
 
@@ -65,11 +66,14 @@ def _require_matrix(name: str, operand: Any, is_mask: bool) -> None:
 
 
 def _refuse_graph(grad: Tensor) -> None:
-    """Refuse second derivatives: torch makes a matrix in CSR of the gradient, without its graph."""
+    """Refuse second derivatives: torch drops the graph of the gradient.
+
+    It does where it makes a matrix in CSR of it, and where one in COO was made of values.
+    """
     if grad.requires_grad:
         raise RuntimeError(
-            "the gradient of an operand of penstock.ops.spgemm in torch.sparse_csr has no gradient "
-            "of its own: leave create_graph out; for second derivatives multiply dense matrices"
+            "the gradient of an operand of penstock.ops.spgemm has no gradient of its own: leave "
+            "create_graph out; for second derivatives multiply dense matrices"
         )
 
 
