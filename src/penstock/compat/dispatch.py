@@ -12,6 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrap
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch.library import Library, register_vmap
 from torch.utils._mode_utils import no_dispatch as no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -122,10 +123,14 @@ def refuse_batched(name: str, *gradients: torch.Tensor | None) -> None:
         )
 
 
-def loop_over_batches(operator: CustomOpDef) -> None:
+def loop_over_batches(operator: CustomOpDef | OpOverload, lib: Library | None = None) -> None:
     """Have `torch.func.vmap` call an operator for one sample after the other.
 
     So does torch by itself, but not for operators that take or return lists.
+
+    Args:
+        operator: It returns a tensor or a list of tensors.
+        lib: What has defined an overload.
     """
 
     def run(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
@@ -138,7 +143,7 @@ def loop_over_batches(operator: CustomOpDef) -> None:
         results = [torch.stack(each) for each in zip(*found, strict=True)]
         return type(found[0])(results), type(found[0])([0] * len(results))
 
-    operator.register_vmap(run)
+    register_vmap(operator, run, lib=lib)
 
 
 def _select(argument: Any, dim: Any, number: int) -> Any:

@@ -167,7 +167,7 @@ def _check_names(model: FusedLoraModel, names: object) -> None:
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     # By keys(): torch 2.11 does not compile modules that are unpacked.
     places = [each for layer in layers for each in (layer.lora_A, layer.lora_embedding_A)]
-    available = {name for place in places for name in place.keys()}
+    available = {name for place in places for name in place.keys()}  # noqa: SIM118
     unknown = sorted(set(names) - available - {BASE})
     if unknown:
         raise ValueError(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from penstock.compat.autograd import below_autograd, is_eager, is_transformed, map_batched
+from penstock.compat.dispatch import loop_over_batches
 from penstock.lora import _products
 from penstock.lora._dropout import Mask
 
@@ -255,21 +256,8 @@ def _(dy, x, weight, hidden, downs, ups, *operands):  # noqa: ANN202
     return [each.new_empty(each.shape) for each, need in zip(matrices, needs, strict=True) if need]
 
 
-def _map_backward(info, in_dims, *operands):  # noqa: ANN202
-    """Return the gradients for each of several dy: `torch.vmap` is around the backward pass."""
-
-    def pick(operand, dim, number):  # noqa: ANN202
-        if isinstance(dim, list | tuple):
-            return [pick(*each, number) for each in zip(operand, dim, strict=True)]
-        return operand if dim is None else operand.select(dim, number)
-
-    run = torch.ops.penstock.lora_backward
-    found = [run(*pick(operands, in_dims, number)) for number in range(info.batch_size)]
-    stacked = [torch.stack(each) for each in zip(*found, strict=True)]
-    return stacked, [0] * len(stacked)
-
-
-torch.library.register_vmap("penstock::lora_backward", _map_backward, lib=_library)
+# Where `torch.vmap` is around the backward pass.
+loop_over_batches(torch.ops.penstock.lora_backward.default, _library)
 
 
 @register_flop_formula(torch.ops.penstock.lora_forward)

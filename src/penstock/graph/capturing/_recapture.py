@@ -72,7 +72,7 @@ class CaptureRecord:
     def is_of(self, program: StepProgram) -> bool:
         """Return whether what a program calls is what was captured, and not another instance."""
         return all(
-            name in self._callables and self._callables[name]() == each
+            name in self._callables and _is_same(self._callables[name](), each)
             for name, each in program.callables().items()
         )
 
@@ -161,6 +161,11 @@ def refuse_counting(numbers: list[Number], call_again: Callable[[], object]) -> 
                 "step, and keep what it needs from step to step in a buffer or in a tensor of the "
                 "batch"
             )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two are one object, or one method of it; a module may compare by value."""
+    return one is other or (isinstance(one, MethodType) and one == other)
 
 
 def _make_reference(value: Any) -> Callable[[], Any]:
