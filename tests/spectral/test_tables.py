@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.spectral import pca, svds
+from penstock.spectral import eigs, pca, svds
 from penstock.unified import unify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -139,3 +139,19 @@ def test_components_of_a_wide_table_whose_squares_are_out_of_range():
     assert int(components[0].argmax()) == 0
     with pytest.raises(ValueError, match="overflows"):
         pca(table.double() * 1e200, 1, tol=1e-4)
+
+
+@pytest.mark.parametrize("k", [7, 28])
+def test_most_of_the_spectrum_of_an_operator_that_takes_blocks(k: int, store):
+    """The complement of a full basis has no room for a block: Ritz values were those of garbage."""
+    table = torch.randn(40, 30, dtype=torch.float64)
+    found = svds(table, k, max_bytes=10_000, store=store)
+    torch.testing.assert_close(found.s, torch.linalg.svdvals(table)[:k], rtol=1e-9, atol=1e-9)
+
+
+def test_most_of_the_spectrum_of_a_dense_matrix_with_a_basis_in_a_file(store):
+    matrix = torch.randn(40, 40, dtype=torch.float64)
+    matrix += matrix.T.clone()
+    pairs = eigs(matrix, 37, max_bytes=320 * 10 + 8192, store=store)
+    expected = torch.linalg.eigvalsh(matrix)[3:]
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-9, atol=1e-9)

@@ -80,6 +80,9 @@ def plan_basis(
     operator, k = problem.operator, problem.k
     vector_bytes = max(1, operator.most_length * operator.dtype.itemsize)
     block = max(1, min(operator.block, k, most_block or k))
+    # What follows a full basis is orthogonal to all of it: the space has to have room for a block.
+    while block > 1 and num_basis_vectors(k, block) + block > operator.global_length:
+        block -= 1
     blocks = 3 if squared else 2  # vectors and their products, and those between
     fitting = block
     while True:
