@@ -45,6 +45,19 @@ def test_complex_hermitian_with_dense_mass():
     assert float(residuals(a, pairs, b).max()) < 1e-11
 
 
+@pytest.mark.parametrize("k", [33, 128])
+def test_more_pairs_than_blocks_have_room_for_are_found_densely(k: int):
+    a, b = with_spectrum(torch.linspace(-1, 1, 129).double()), mass_matrix(129)
+    pairs = eigs(a, k, B=b, tol=1e-3)
+    expected = expected_values(a, dense(b))[129 - k :]
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_more_pairs_than_blocks_of_many_rows_have_room_for_are_refused():
+    with pytest.raises(ValueError, match="k=600: of 2049 rows LOBPCG, which"):
+        eigs(grid_laplacian(2049), 600, B=mass_matrix(2049))
+
+
 SPECTRA = {
     "clustered": torch.cat(
         [torch.linspace(0, 1, 190).double(), 2 + 1e-9 * torch.arange(10.0, dtype=torch.float64)]

@@ -22,7 +22,7 @@ from penstock.units import format_bytes
 
 _FEW_ROWS = 128  # of a matrix whose eigenvalues are all computed for any of them
 _MOST_ROWS = 1024  # of a matrix whose eigenvalues are all computed for those around zero
-_MOST_ROWS_AFTER = 2048  # of one for which that is done where Lanczos is slow
+MOST_DENSE_ROWS = 2048  # of one for which that is done where an iteration is slow
 
 
 def is_dense_better(problem: StandardProblem) -> bool:
@@ -65,7 +65,7 @@ def solve_or_densify(
         CapacityError, StoreError: The budget or the store has no room.
     """
     # Ranks have no matrix, not even one that has all the rows: the others wait for its products.
-    is_possible = problem.operator.num_ranks == 1 and problem.operator.length <= _MOST_ROWS_AFTER
+    is_possible = problem.operator.num_ranks == 1 and problem.operator.length <= MOST_DENSE_ROWS
     if problem.max_bytes is not None:
         is_possible = is_possible and _dense_bytes(problem) <= problem.max_bytes
     if not is_possible or most_restarts >= problem.max_restarts:

@@ -17,7 +17,12 @@ from torch import Tensor
 from penstock.errors import CapacityError, NoConvergenceError
 from penstock.memory import Tier
 from penstock.spectral._basis import gram, wide_dtype
-from penstock.spectral._dense import check_dense, solve_dense, solve_or_densify
+from penstock.spectral._dense import (
+    MOST_DENSE_ROWS,
+    check_dense,
+    solve_dense,
+    solve_or_densify,
+)
 from penstock.spectral._filter import check_finite
 from penstock.spectral._operator import LinearOperator, make_random
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
@@ -54,7 +59,8 @@ def solve_generalized(
     """Return the wanted pairs of A v = w B v.
 
     Raises:
-        ValueError: `which` is not an end, or B is not positive definite.
+        ValueError: `which` is not an end, k is above what blocks find of many rows, or B is not
+            positive definite.
         CapacityError: The budget does not hold the blocks.
         NoConvergenceError: It gave up; the error has the best iterate.
     """
@@ -63,7 +69,9 @@ def solve_generalized(
             f"which={problem.which!r}: with B= or M= it is 'LA' or 'SA'; the magnitudes of a "
             "generalised problem are not supported"
         )
-    if problem.operator.length <= _SMALL:
+    num_rows = problem.operator.length
+    if num_rows <= _SMALL or problem.k > _block_size(problem):
+        _check_rows(problem)
         check_dense(problem)
         return solve_dense(problem, b)
     needed = _needed_bytes(problem, has_b=b is not None)
@@ -81,8 +89,18 @@ def solve_generalized(
             problem.ledger.add(Tier.DEVICE, -needed)
 
     # A step takes a product for each vector of the block, and work on all of it.
-    most_restarts = math.ceil(problem.operator.global_length / _ITERATIONS_PER_RESTART)
+    most_restarts = math.ceil(num_rows / _ITERATIONS_PER_RESTART)
     return solve_or_densify(problem, iterate, most_restarts, b)
+
+
+def _check_rows(problem: StandardProblem) -> None:
+    """Raise ValueError if there are too many rows for a dense factorisation."""
+    num_rows = problem.operator.length
+    if num_rows > MOST_DENSE_ROWS:
+        raise ValueError(
+            f"k={problem.k}: of {num_rows} rows LOBPCG, which has room for three blocks, finds at "
+            f"most {_block_size(problem)} pairs; ask for fewer"
+        )
 
 
 def _needed_bytes(problem: StandardProblem, *, has_b: bool) -> int:
