@@ -129,6 +129,7 @@ def test_arguments_out_of_range(arguments, kind, message):
         (torch.ones(200, 200, dtype=torch.float16), TypeError, "dtype is torch.float16"),
         ("nowhere.npy", Exception, "nowhere.npy"),
         (object(), TypeError, "operator: got object"),
+        (torch.eye(9).to_sparse(1), TypeError, "operator: got rows that are dense"),
         (torch.ones(1, 1), ValueError, "of at least two rows"),
         (np.ma.masked_array(np.eye(3), np.eye(3) > 0), TypeError, "masked array"),
         (np.eye(3, dtype=np.longdouble), TypeError, "NumPy's longdouble|NumPy's float128"),
@@ -149,14 +150,54 @@ def test_malformed_rows_are_refused():
     good = grid_laplacian(20, 20)
     columns = good.columns.clone()
     columns[7] = 400
+    with pytest.raises(TypeError, match="shape=400: expected"):
+        CSR(good.offsets, good.columns, good.values, 400)  # pyright: ignore[reportArgumentType]
     for lists, message in [
-        ((good.offsets[:-1], good.columns, good.values), "must have 401 from 0"),
+        ((good.offsets[:0], good.columns, good.values), "there must be 401, from 0"),
+        ((good.offsets + 1, good.columns, good.values), "offsets go from 1 to"),
+        ((good.offsets[:-1], good.columns, good.values), "there must be 401, from 0"),
         ((good.offsets, columns, good.values), "columns must lie from 0 to 399"),
         ((good.offsets, good.columns, good.values[:-1]), "there must be as many"),
     ]:
         for solve in (eigs, svds):
             with pytest.raises(ValueError, match=message):
                 solve(CSR(*lists, (400, 400)), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32, torch.bool])
+def test_indices_of_other_dtypes_are_refused(dtype, tmp_path):
+    """C++ would read as many numbers of another width."""
+    good = grid_laplacian(20, 20)
+    for lists, message in [
+        ((good.offsets, good.columns.to(dtype), good.values), "columns are torch"),
+        ((good.offsets.to(dtype), good.columns, good.values), "offsets are torch"),
+    ]:
+        for solve in (eigs, svds):
+            with pytest.raises(TypeError, match=message):
+                solve(CSR(*lists, (400, 400)), 2)
+    np.save(tmp_path / "columns.npy", good.columns.to(dtype).numpy())
+    np.save(tmp_path / "values.npy", good.values.numpy())
+    with pytest.raises(TypeError, match="columns are torch"):
+        eigs(CSR(good.offsets, tmp_path / "columns.npy", tmp_path / "values.npy", (400, 400)), 2)
+
+
+@pytest.mark.parametrize("column", [-1, 400, 2**30])
+def test_columns_of_a_file_that_are_none_are_named(column: int, tmp_path):
+    good = grid_laplacian(20, 20)
+    columns = good.columns.clone()
+    columns[-3] = column
+    np.save(tmp_path / "columns.npy", columns.numpy())
+    np.save(tmp_path / "values.npy", good.values.numpy())
+    source = CSR(good.offsets, tmp_path / "columns.npy", tmp_path / "values.npy", (400, 400))
+    with pytest.raises(ValueError, match=f"a column is {column} in row"):
+        eigs(source, 2)
+
+
+def test_a_function_may_overwrite_its_vector():
+    diagonal = torch.arange(1.0, 201.0, dtype=torch.float64)
+    pairs = eigs(SymmetricOperator(lambda v: v.mul_(diagonal), 200, dtype=torch.float64), 2)
+    expected = torch.tensor([199, 200], dtype=torch.float64)
+    torch.testing.assert_close(pairs.values, expected, rtol=1e-12, atol=0)
 
 
 def test_bad_tables():
@@ -174,6 +215,10 @@ def test_bad_tables():
         svds(CSR(torch.tensor([0, 1, 2]), "columns.npy", "values.npy", (2, 4)), 1)
     with pytest.raises(ValueError, match="has 1 rows"):
         pca(torch.randn(1, 8), 1)
+    with pytest.raises(ValueError, match="table: has shape"):
+        pca(torch.randn(4, 0), 1)
+    with pytest.raises(TypeError, match="matrix: dtype is"):
+        svds(torch.ones(4, 4, dtype=torch.int64), 1)
     with pytest.raises(TypeError, match="k is True"):
         pca(torch.randn(30, 8), True)
     with pytest.raises(ValueError, match="tol=-3"):

@@ -155,3 +155,11 @@ def test_most_of_the_spectrum_of_a_dense_matrix_with_a_basis_in_a_file(store):
     pairs = eigs(matrix, 37, max_bytes=320 * 10 + 8192, store=store)
     expected = torch.linalg.eigvalsh(matrix)[3:]
     torch.testing.assert_close(pairs.values, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("view", [slice(None), slice(None, None, 3), "expanded"])
+def test_tables_whose_rows_lie_apart(view):
+    wide = make_table(90, 14)[:, 2:9]
+    table = wide[:1].expand(90, 7) if view == "expanded" else wide[view]
+    expected = torch.linalg.eigvalsh(torch.cov(table.contiguous().T)).flip(0)[:3]
+    torch.testing.assert_close(pca(table, 3).variances, expected, rtol=1e-9, atol=1e-9)

@@ -10,6 +10,7 @@ from penstock.errors import CapacityError, StoreFullError
 from penstock.memory import ExtentFile, FileStore, Ledger, Link, Tier
 from penstock.spectral import CSR, eigs
 from penstock.spectral._basis import Basis
+from penstock.spectral._tiles import FileList, SparseSource
 from penstock.unified import unify
 from spectral_cases import dense, grid_laplacian, grid_spectrum, with_spectrum
 
@@ -146,6 +147,27 @@ def test_a_sparse_matrix_in_files(store):
     assert streamed.report.bytes_read > 20 * kept.report.bytes_read
     (store / "columns.npy").unlink()
     (store / "values.npy").unlink()
+
+
+class Numbers(FileList):
+    """A list that begins far into a file."""
+
+    def __init__(self, numbers: torch.Tensor, first: int) -> None:
+        self._numbers, self._first, self.dtype = numbers, first, numbers.dtype
+
+    def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
+        return self._numbers[begin - self._first : end - self._first]
+
+
+def test_offsets_beyond_what_the_dtype_of_columns_holds():
+    first = 2**31 - 1
+    columns = Numbers(torch.tensor([0, 1, 1], dtype=torch.int32), first)
+    values = Numbers(torch.tensor([2.0, 3.0, 4.0]), first)
+    source = SparseSource(torch.tensor([0, first, first + 2, first + 3]), columns, values, 2)
+    tile = source.read(1, 3, torch.empty(1 << 16, dtype=torch.uint8))
+    x, out = torch.tensor([[10.0, 100.0]]), torch.zeros(1, 3)
+    source.combine(tile, 1, x, out, (1.0, out, 0.0, 0.0))
+    assert out.tolist() == [[0.0, 320.0, 400.0]]
 
 
 def test_budgets_that_are_too_small_say_what_is_enough(store):

@@ -30,7 +30,7 @@ class Matrix:
     """
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, check_dtype(dtype), device
+        self.shape, self.dtype, self.device = shape, check_dtype(dtype, "matrix"), device
         self.held_bytes = 0
 
     def products(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -48,9 +48,9 @@ class Combination:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Covariance:
-    """`struct Covariance` of `covariance.cpp`."""
+    """`struct Covariance` of `covariance.cpp`; rows may lie apart, so `rows` is their address."""
 
-    rows: Tensor
+    rows: int
     shift: Tensor
     total: Tensor
     squares: Tensor
@@ -100,11 +100,12 @@ class CovarianceSum:
 
     def add(self, rows: Tensor) -> None:
         """Add rows, (m, n), of any floating dtype."""
-        if self._library is None or rows.dtype not in KINDS[:2] or rows.stride(1) != 1:
+        is_read_as_it_is = rows.dtype in KINDS[:2] and rows.stride(1) == 1 and not rows.is_neg()
+        if self._library is None or not is_read_as_it_is:
             self._add_by_torch(rows)
             return
         call = Covariance(
-            *(rows, self.shift, self._total, self._squares, self._room),
+            *(rows.data_ptr(), self.shift, self._total, self._squares, self._room),
             *(len(rows), rows.shape[1], rows.stride(0), len(self._total), self._room_rows),
             is_double=rows.dtype == torch.float64,
             num_threads=self._num_threads,

@@ -113,11 +113,12 @@ class CallableOperator(LinearOperator):
         self, x: Tensor, out: Tensor, alpha: float, z: Tensor, gamma: float, beta: float
     ) -> None:
         if self._takes_columns:
-            product = self._check(self._function(x.T), (self.length, len(x))).T
+            product = self._check(self._function(x.T.clone()), (self.length, len(x))).T
             _native.add_scaled(out, product, z, alpha, gamma, beta)
             return
         for vector, place, other in zip(x, out, z, strict=True):
-            product = self._check(self._function(vector.reshape(self._shape)), self._shape)
+            # A copy, which the function may overwrite: the vector is used again.
+            product = self._check(self._function(vector.clone().view(self._shape)), self._shape)
             _native.add_scaled(place, product.reshape(-1), other, alpha, gamma, beta)
 
     def _check(self, product: Any, shape: tuple[int, ...]) -> Tensor:

@@ -145,6 +145,8 @@ def _count_columns(table: Any) -> int:
     if shape is None or len(shape) != 2:
         found = type(table).__name__ if shape is None else f"shape {tuple(shape)}"
         raise TypeError(f"table: got {found}; expected rows (num_rows, num_columns)")
+    if not shape[1]:
+        raise ValueError(f"table: has shape {tuple(shape)}; components are of at least one column")
     return int(shape[1])
 
 

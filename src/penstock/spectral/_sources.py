@@ -60,6 +60,10 @@ class CSR:
     values: Any
     shape: tuple[int, int]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, Sequence) or len(self.shape) != 2:
+            raise TypeError(f"shape={self.shape!r}: expected (rows, columns)")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SymmetricOperator:
@@ -176,6 +180,8 @@ def _read_array(array: np.ndarray) -> Tensor:
 def _read_matrix(source: Tensor, around: Surroundings) -> LinearOperator:
     _check_shape(tuple(source.shape), around.num_columns)
     if source.layout == torch.sparse_coo:
+        if source.dense_dim():
+            raise TypeError("operator: got rows that are dense; convert it to CSR or a dense one")
         source = source.detach().coalesce().to_sparse_csr()
     if source.layout == torch.sparse_csr:
         source = source.detach()
@@ -213,12 +219,19 @@ def read_lists(source: CSR) -> tuple[Tensor, Tensor | FileList, Tensor | FileLis
     columns = _as_list(source.columns, "columns")
     values = _as_list(source.values, "values")
     assert isinstance(offsets, Tensor)
+    _check_indices(offsets, "offsets")
+    _check_indices(columns, "columns")
     count = columns.count if isinstance(columns, FileList) else len(columns)
     num_values = values.count if isinstance(values, FileList) else len(values)
-    if len(offsets) != num_rows + 1 or int(offsets[0]) or int(offsets[-1]) != count:
+    if len(offsets) != num_rows + 1:
         raise ValueError(
-            f"operator: offsets have {len(offsets)} entries from {int(offsets[0])} to "
-            f"{int(offsets[-1])}, but must have {num_rows + 1} from 0 to {count}"
+            f"operator: there are {len(offsets)} offsets, but there must be {num_rows + 1}, from 0 "
+            f"to {count}"
+        )
+    if int(offsets[0]) or int(offsets[-1]) != count:
+        raise ValueError(
+            f"operator: offsets go from {int(offsets[0])} to {int(offsets[-1])}, but must go from "
+            f"0 to {count}"
         )
     if num_values != count or bool((offsets.diff() < 0).any()):
         raise ValueError(
@@ -232,7 +245,13 @@ def read_lists(source: CSR) -> tuple[Tensor, Tensor | FileList, Tensor | FileLis
         return offsets, columns, values
     if count and not 0 <= int(columns.min()) <= int(columns.max()) < num_columns:
         raise ValueError(f"operator: columns must lie from 0 to {num_columns - 1}")
-    return offsets.to(columns.dtype), columns, values
+    index = columns.dtype if count <= torch.iinfo(columns.dtype).max else torch.int64
+    return offsets.to(index), columns.to(index), values
+
+
+def _check_indices(found: Tensor | FileList, name: str) -> None:
+    if found.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"operator: {name} are {found.dtype}, but must be int32 or int64")
 
 
 def _as_list(source: Any, name: str, *, in_memory: bool = False) -> Tensor | FileList:
@@ -291,10 +310,10 @@ def _check_shape(shape: Sequence[int], num_columns: int | None) -> tuple[int, in
     return shape[0], shape[1]
 
 
-def check_dtype(dtype: torch.dtype) -> torch.dtype:
+def check_dtype(dtype: torch.dtype, name: str = "operator") -> torch.dtype:
     if dtype not in KINDS:
         raise TypeError(
-            f"operator: dtype is {dtype}, but must be float32, float64, complex64 or complex128; "
+            f"{name}: dtype is {dtype}, but must be float32, float64, complex64 or complex128; "
             "convert it"
         )
     return dtype

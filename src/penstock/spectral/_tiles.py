@@ -120,7 +120,21 @@ class SparseSource(TileSource):
         room = self._columns.room_bytes(last - first)
         columns = self._columns.read(first, last, memory[:room])
         values = self._values.read(first, last, memory[room:])
-        return self._offsets[begin : end + 1].to(columns.dtype), columns, values
+        self._check_columns(columns, begin)
+        # From the tile's first entry on: places in the whole list may need more bits than columns.
+        offsets = self._offsets[begin : end + 1].to(torch.int64) - first
+        return offsets.to(columns.dtype), columns, values
+
+    def _check_columns(self, columns: Tensor, begin: int) -> None:
+        """Raise ValueError if a column of a tile that begins with a row is none."""
+        if not len(columns):
+            return
+        low, high = (int(each) for each in columns.aminmax())
+        if low < 0 or high >= self.shape[1]:
+            raise ValueError(
+                f"operator: a column is {low if low < 0 else high} in row {begin} or soon after; "
+                f"columns must lie from 0 to {self.shape[1] - 1}"
+            )
 
     def combine(
         self, tile: tuple[Tensor, ...], begin: int, x: Tensor, out: Tensor, factors: Factors
