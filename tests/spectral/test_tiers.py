@@ -149,6 +149,21 @@ def test_a_sparse_matrix_in_files(store):
     (store / "values.npy").unlink()
 
 
+@pytest.mark.parametrize("max_bytes", [None, 200_000])
+def test_a_small_sparse_matrix_in_files_is_read_once(store, max_bytes):
+    """Its rows have fewer bytes than the pages that each would be read with."""
+    matrix = grid_laplacian(200)
+    paths = [store / "columns.npy", store / "values.npy"]
+    for path, each in zip(paths, (matrix.columns, matrix.values), strict=True):
+        np.save(path, each.numpy())
+    source = CSR(matrix.offsets, *paths, matrix.shape)
+    pairs = eigs(source, 3, tol=1e-3, max_bytes=max_bytes, store=store)
+    lists = (matrix.offsets, matrix.columns, matrix.values)
+    assert pairs.report.bytes_read == sum(each.nbytes for each in lists)
+    for path in paths:
+        path.unlink()
+
+
 class Numbers(FileList):
     """A list that begins far into a file."""
 

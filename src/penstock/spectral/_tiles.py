@@ -250,6 +250,8 @@ class TileStream:
         # As many tiles as make two buffers an eighth of the budget; of a small one they may be
         # half, since a tile's lists begin and end within pages, and a row may be less than one.
         tile_bytes = max(room // 16, min(room // 4, _LEAST_TILE_BYTES))
+        if not is_read_once and total <= min(room, _LEAST_TILE_BYTES):
+            tile_bytes = total  # one that stays
         self._bounds = _cut(source, max(1, min(_TILE_BYTES, tile_bytes)))
         sizes = [round_up(source.tile_bytes(*each)) for each in self._bounds]
         self._buffer_bytes = max(sizes, default=0)
