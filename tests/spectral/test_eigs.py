@@ -276,6 +276,24 @@ def test_refined_residuals_are_the_rounding_of_a_product():
         torch.testing.assert_close(gram, torch.eye(6, dtype=torch.float64), rtol=0, atol=2e-15)
 
 
+@pytest.mark.parametrize(
+    ("name", "which", "k"), [("hilbert", "BE", 50), ("hilbert", "SM", 30), ("signs", "LA", 90)]
+)
+def test_pairs_of_few_rows_rise_and_are_orthonormal(name: str, which: str, k: int):
+    """Eigenvalues that rounding can hardly tell from each other."""
+    place = torch.arange(100, dtype=torch.float64)
+    matrix = 1 / (place[:, None] + place + 1)
+    if name == "signs":
+        matrix = with_spectrum(torch.where(place % 3 == 0, 1.0, -1.0).double())
+    pairs = eigs(matrix, k, which=which)
+    assert bool((pairs.values.diff() >= 0).all())
+    gram = pairs.vectors.T @ pairs.vectors
+    torch.testing.assert_close(gram, torch.eye(k, dtype=torch.float64), rtol=0, atol=1e-14)
+    found = residuals(matrix, pairs)
+    assert float(found.max()) < 2e-15
+    torch.testing.assert_close(pairs.residuals, found, rtol=0, atol=2e-15)
+
+
 def test_interior_eigenvalues_of_an_indefinite_matrix():
     matrix = dense(grid_laplacian(8, 7, 6)) - 5.03 * torch.eye(336, dtype=torch.float64)
     pairs = eigs(matrix.to_sparse_csr(), 5, which="SM")

@@ -144,8 +144,8 @@ class _Pencil:
 
     def residual(self, x: Tensor, values: Tensor) -> Tensor:
         """Return A x - w B x, (k, n), of vectors that are rows."""
-        bx = x if self.b is None else self.b.apply(x, torch.empty_like(x))
-        return self.a.apply(x, torch.empty_like(x)) - values[:, None].to(x.dtype) * bx
+        product = self.a.apply(x, torch.empty_like(x))
+        return product - values[:, None].to(x.dtype) * self._apply_b(x)
 
     def refine(
         self, values: Tensor, x: Tensor, spectrum: Tensor, vectors: Tensor
@@ -159,7 +159,16 @@ class _Pencil:
         gaps = values - spectrum[:, None]
         near = gaps.abs() <= torch.finfo(values.dtype).eps ** 0.5 * spectrum.abs().max()
         parts = torch.where(near, 0, parts / gaps)
-        return values + (x.conj() * r.T).sum(1).real, x + (vectors @ parts).T
+        found = x + (vectors @ parts).T
+        # B-orthonormal to the first order: where eigenvalues are near each other, what rounding
+        # adds to one vector is not what it takes from the other.
+        overlap = gram(found, self._apply_b(found))
+        overlap.diagonal().sub_(1)
+        found.addmm_(overlap.T, found.clone(), alpha=-0.5)
+        return values + (x.conj() * r.T).sum(1).real, found
+
+    def _apply_b(self, x: Tensor) -> Tensor:
+        return x if self.b is None else self.b.apply(x, torch.empty_like(x))
 
 
 def _materialize(operator: LinearOperator) -> Tensor:
@@ -183,4 +192,5 @@ def _choose(values: Tensor, k: int, which: str) -> Tensor:
         found = values.abs().argsort(descending=which == "LM")[:k]
         return found[values[found].argsort()]
     places = torch.arange(len(values), device=values.device)
-    return places[:k] if which == "SA" else places[len(values) - k :]
+    num_low = {"LA": 0, "SA": k, "BE": k // 2}[which]
+    return torch.cat([places[:num_low], places[len(values) - (k - num_low) :]])

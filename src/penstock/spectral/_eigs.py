@@ -28,7 +28,7 @@ from penstock.spectral._operator import (
 )
 from penstock.spectral._problem import StandardProblem, num_basis_vectors
 from penstock.spectral._ranks import RowsOfRanks, count_rows, rank_of, reduce_over
-from penstock.spectral._report import Eigenpairs
+from penstock.spectral._report import Eigenpairs, sort_pairs
 from penstock.spectral._sources import Surroundings, as_operator
 from penstock.spectral._tiles import TILE_BLOCK, TiledOperator
 from penstock.units import parse_bytes, parse_count
@@ -149,10 +149,9 @@ def eigs(
             if B is not None or M is not None:
                 pair = _open_pair(B, M, found, around, stack, generator)
                 pairs = solve_generalized(problem, *pair)
-            elif which == "BE":
-                pairs = solve_ends(problem, _solve)
             else:
                 pairs = _solve(problem)
+        pairs = sort_pairs(pairs)
         values, residuals = pairs.values * problem.unit, pairs.residuals * problem.unit
         return dataclasses.replace(pairs, values=values, residuals=residuals)
 
@@ -202,6 +201,8 @@ def _solve(problem: StandardProblem) -> Eigenpairs:
     """Solve a standard problem by the method that suits it."""
     if problem.operator.num_ranks == 1 and is_dense_better(problem):
         return solve_dense(problem)
+    if problem.which == "BE":
+        return solve_ends(problem, _solve)
     if prefers_lobpcg(problem):
         return solve_generalized(problem, None, None)
     return solve_by_lanczos(problem)

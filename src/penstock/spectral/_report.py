@@ -69,6 +69,16 @@ class Eigenpairs:
         return iter((self.values, self.vectors))
 
 
+def sort_pairs(pairs: Eigenpairs) -> Eigenpairs:
+    """Return pairs in the order of their values, which refinement may have changed."""
+    if not bool((pairs.values.diff() < 0).any()):
+        return pairs
+    order = pairs.values.argsort(stable=True)
+    vectors = pairs.vectors.T[order.to(pairs.vectors.device)].T
+    values, residuals = pairs.values[order], pairs.residuals[order]
+    return dataclasses.replace(pairs, values=values, vectors=vectors, residuals=residuals)
+
+
 def add_reports(first: SpectralReport, second: SpectralReport) -> SpectralReport:
     """Return the account of two solutions, one after the other, of one operator and ledger."""
     largest = {"degree", "num_basis_vectors", "num_resident_vectors", "basis_bytes"}
