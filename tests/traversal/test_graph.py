@@ -134,6 +134,8 @@ def test_sparse_matrices_of_scipy(layout):
     assert neighbors_of(following) == [[1, 3], [], [0], [3]]
     if layout == "csr":
         assert following.indices.data_ptr() == matrix.indices.ctypes.data
+    twice = sparse.coo_matrix(([1.0, 2.0], ([2, 2], [0, 0])), shape=(4, 4)).asformat("coo")
+    assert neighbors_of(CSRGraph.from_scipy(twice)) == [[2, 2], [], [], []]
     with pytest.raises(ValueError, match=r"expected a square matrix, got shape \(4, 3\)"):
         CSRGraph.from_scipy(matrix.tocsr()[:, :3])
     with pytest.raises(TypeError, match="expected a sparse matrix of SciPy, got ndarray"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, StoreUnavailableError
 from penstock.traversal import CSRGraph, infer_layers
 from penstock.unified import UnifiedTensor, unify
 
@@ -77,6 +77,26 @@ def test_lists_features_and_rows_in_files(tmp_path: Path):
     expected = run_whole(model, features, edges)
     torch.testing.assert_close(found[torch.arange(NUM_NODES)], expected, rtol=1e-6, atol=1e-6)
     assert [each.name for each in store.iterdir()] == ["output-0.rows"]
+
+
+def test_a_call_that_ends_early_leaves_no_result_and_a_result_is_never_replaced(tmp_path: Path):
+    graph, calls = CSRGraph.from_edges(make_edges(), NUM_NODES), []
+
+    def layer(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return x * 2
+
+    with pytest.raises(KeyboardInterrupt):
+        infer_layers(graph, make_features(), [layer], max_bytes=40_000, store=tmp_path)
+    assert not list(tmp_path.iterdir())
+    infer_layers(graph, make_features(), (each for each in [layer]), store=tmp_path)
+    num_calls = len(calls)
+    for store in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(StoreUnavailableError, match=f"store='{store}': expected an existing"):
+            infer_layers(graph, make_features(), [layer, layer], store=store)
+    assert len(calls) == num_calls
 
 
 def test_layers_that_see_beyond_the_list_are_refused():
@@ -190,6 +210,8 @@ def test_a_list_beyond_the_budget_is_named():
         (torch.zeros(NUM_NODES, 2).long(), None, TypeError, "features: expected floats"),
         ([1.0], None, TypeError, "features: expected a tensor, a table or the path"),
         (torch.zeros(NUM_NODES, 2), [], ValueError, "layers: expected at least one"),
+        (torch.zeros(NUM_NODES, 2), make_model, TypeError, "layers: expected a sequence of functi"),
+        (torch.zeros(NUM_NODES, 2), [4], TypeError, r"layers\[0\]: expected a function of .* int"),
         (torch.zeros(NUM_NODES, 2), [lambda x, e: x.sum()], ValueError, r"layers\[0\]: expected a"),
     ],
 )

@@ -220,6 +220,11 @@ def test_fanouts_may_be_numbers_of_numpy():
     assert NeighborSampler([0, 1], [0], fanouts=np.array([2, -1])).fanouts == (2, -1)
 
 
+def test_a_fanout_beyond_all_lists_takes_no_longer():
+    sampler = NeighborSampler([0, 2, 3], [1, 1, 0], fanouts=[10**12])
+    assert sampler.sample(torch.tensor([0])).node_ids.tolist() == [0, 1]
+
+
 def test_a_seed_that_is_given_twice_has_neighbours_twice():
     """As samplers that draw seeds with replacement give it."""
     starts, neighbors = graph([9] * 30)

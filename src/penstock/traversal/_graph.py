@@ -176,7 +176,10 @@ class CSRGraph:
             )
         if len(shape) != 2 or shape[0] != shape[1]:
             raise ValueError(f"matrix: expected a square matrix, got shape {tuple(shape)}")
-        stored = matrix.tocsc() if _is_forward(flow) else matrix.tocsr()
+        is_forward = _is_forward(flow)
+        if matrix.format == "coo":  # whose entries in one place SciPy would make one
+            return cls.from_edges(_stack_entries(matrix), shape[0], flow=flow)
+        stored = matrix.tocsc() if is_forward else matrix.tocsr()
         return cls(stored.indptr, stored.indices, flow=flow)
 
     @classmethod
@@ -348,6 +351,11 @@ def _check_nodes(indices: Tensor, num_nodes: int) -> None:
         raise ValueError(
             f"indices: names node {low if low < 0 else high}, but the graph has {num_nodes} nodes"
         )
+
+
+def _stack_entries(matrix: Any) -> Tensor:
+    """Return rows and columns of the entries of a SciPy matrix in COO, int64 of shape (2, n)."""
+    return torch.from_numpy(np.stack([matrix.row, matrix.col]).astype(np.int64))
 
 
 def _count_degrees(owner: Tensor, num_nodes: int) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, StoreUnavailableError
 from penstock.traversal._graph import CSRGraph
 from penstock.traversal._layer_block import (
     LayerBlock,
@@ -76,41 +76,83 @@ def infer_layers(
     Raises:
         CapacityError: A node's list alone needs more than `max_bytes`.
         RankError: Another rank has ended, or does not answer.
-        StoreError: A file cannot be used, or has no room.
-        TypeError: `graph` is something else, or the features are no table.
+        StoreError: A file cannot be used, or has no room, or `store` has a result of a call before.
+            A call that raises leaves none.
+        TypeError: `graph` is something else, the features are no table, or a layer no function.
         ValueError: `features` have another shape; `layers` are empty; ranks were given different
             numbers of layers, or rows of different widths or dtypes; or the output of a layer is
             of another shape, is random, or depends on more than a node's own list, as with norms by
             the degree of neighbours (GCN) or over all nodes, which a block does not have.
     """
     part = as_rank_graph(graph)
-    if not layers:
-        raise ValueError("layers: expected at least one function of (x, edge_index), got none")
+    layers = _check_layers(layers)
     budget = parse_bytes(max_bytes, name="max_bytes")
     if not part.exchange.agree(len(layers)):
         raise ValueError(f"layers: ranks have different numbers of them; this one {len(layers)}")
-    with contextlib.ExitStack() as files:
+    directory = None if store is None else Path(store)
+    with contextlib.ExitStack() as files, _claim_output(directory, part) as output:
         rows = check_features(part, features, budget // 4)
-        directory = None if store is None else Path(store)
         for number, layer in enumerate(layers):
             is_last = number == len(layers) - 1
-            place = _choose_place(directory, part, is_last, files)
+            place = output if is_last else _choose_place(directory, part, files)
             rows = _run_layer(part, rows, layer, number, budget, place, is_last)
     return rows.values
 
 
+def _check_layers(layers: Any) -> list[Layer]:
+    """Return the layers; raise for what is no function."""
+    try:
+        found = list(layers)
+    except TypeError as error:
+        raise TypeError(
+            "layers: expected a sequence of functions of (x, edge_index), got "
+            f"{type(layers).__name__}; give [layer] for one"
+        ) from error
+    if not found:
+        raise ValueError("layers: expected at least one function of (x, edge_index), got none")
+    for number, layer in enumerate(found):
+        if not callable(layer):
+            raise TypeError(
+                f"layers[{number}]: expected a function of (x, edge_index), got "
+                f"{type(layer).__name__}"
+            )
+    return found
+
+
+@contextlib.contextmanager
+def _claim_output(directory: Path | None, part: RankGraph) -> Iterator[Path | None]:
+    """Yield the path of the result, and leave no part of one where the context raises.
+
+    Raises:
+        StoreUnavailableError: A rank's directory is none, or has a result.
+    """
+    path = None if directory is None else directory / f"output-{part.exchange.rank}.rows"
+    is_taken = path is not None and path.exists()
+    is_missing = directory is not None and not directory.is_dir()
+    if any(part.exchange.largest(int(is_taken), int(is_missing))):
+        state = "exists" if is_taken else "has no directory" if is_missing else "is free"
+        raise StoreUnavailableError(
+            f"store={str(directory)!r}: expected an existing directory on each rank, without a "
+            f"result: {path} {state}",
+            path=None if path is None else str(path),
+        )
+    try:
+        yield path
+    except BaseException:
+        if path is not None:
+            path.unlink(missing_ok=True)
+        raise
+
+
 def _choose_place(
-    directory: Path | None, part: RankGraph, is_last: bool, files: contextlib.ExitStack
+    directory: Path | None, part: RankGraph, files: contextlib.ExitStack
 ) -> Path | None:
-    """Return the path of a layer's rows: one that stays for the last, else one that is deleted."""
+    """Return the path of the rows between two layers, which are deleted at the end."""
     if directory is None:
         return None
-    name = f"output-{part.exchange.rank}.rows"
-    if is_last:
-        return directory / name
     folder = tempfile.TemporaryDirectory(dir=directory, prefix="layer-")
     files.enter_context(folder)
-    return Path(folder.name) / name
+    return Path(folder.name) / f"output-{part.exchange.rank}.rows"
 
 
 def _run_layer(

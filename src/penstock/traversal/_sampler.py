@@ -288,7 +288,7 @@ def _draw_unique(
     below degree - count + i + 1, and gives that bound's largest number if it was drawn before.
     """
     chosen = degrees.new_empty(len(degrees), count)
-    for i in range(count):
+    for i in range(count if len(degrees) else 0):
         largest = degrees - count + i
         drawn = _draw_below(largest + 1, generator)
         taken = (chosen[:, :i] == drawn[:, None]).any(1)
