@@ -38,6 +38,16 @@ def from_entries(rows, columns, values, num_rows: int) -> CSR:
     )
 
 
+def sparse_graph_laplacian(num_rows: int, *, seed: int = 0) -> Tensor:
+    """The dense Laplacian of a random graph of three edges for two nodes, with many small trees."""
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.randint(0, num_rows, (2, 3 * num_rows // 2), generator=generator)
+    edges = torch.zeros(num_rows, num_rows, dtype=torch.float64)
+    edges[ends[0], ends[1]] = 1
+    edges = torch.maximum(edges, edges.T).fill_diagonal_(0)
+    return torch.diag(edges.sum(0)) - edges
+
+
 def grid_spectrum(*lengths: int) -> Tensor:
     """All its eigenvalues, sums of 2 - 2 cos(pi j / (m + 1)), rising, with all copies."""
     found = np.zeros(1)

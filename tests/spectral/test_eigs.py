@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from penstock.errors import NoConvergenceError
 from penstock.spectral import CSR, SymmetricOperator, eigs, svds
 from penstock.unified import unify
-from spectral_cases import dense, grid_laplacian, grid_spectrum, residuals, with_spectrum
+from spectral_cases import (
+    dense,
+    grid_laplacian,
+    grid_spectrum,
+    residuals,
+    sparse_graph_laplacian,
+    with_spectrum,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -204,6 +211,16 @@ def test_the_filter_is_refined_where_that_saves_restarts(
     report = eigs(grid_laplacian(*shape), k, which="SA").report
     assert report.num_restarts <= most_restarts
     assert report.num_products <= most_products
+
+
+@pytest.mark.parametrize(("seed", "tol"), [(0, 1e-3), (1, 1e-10)])
+def test_a_filter_that_damps_wanted_eigenvalues_is_changed(seed: int, tol: float):
+    """More Ritz values of the estimate lie above the wanted ones than there are eigenvalues."""
+    matrix = sparse_graph_laplacian(150, seed=seed)
+    pairs = eigs(matrix.to_sparse_csr(), 30, tol=tol)
+    expected = torch.linalg.eigvalsh(matrix)[-30:]
+    torch.testing.assert_close(pairs.values, expected, rtol=0, atol=1e-9)
+    assert pairs.report.method == "lanczos"
 
 
 def test_a_callable_misses_no_multiple_eigenvalue():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.errors import CapacityError
 from penstock.spectral import eigs, pca, svds
 from penstock.unified import unify
 
@@ -163,3 +164,20 @@ def test_tables_whose_rows_lie_apart(view):
     table = wide[:1].expand(90, 7) if view == "expanded" else wide[view]
     expected = torch.linalg.eigvalsh(torch.cov(table.contiguous().T)).flip(0)[:3]
     torch.testing.assert_close(pca(table, 3).variances, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_all_components_take_the_covariance(store):
+    table = make_table(50, 20)
+    with pytest.raises(CapacityError, match="all of 20 components are") as caught:
+        pca(table, 20, max_bytes=5000, store=store)
+    enough = int(str(caught.value).split("at least ")[1].split(",")[0])
+    check_components(pca(table, 20, max_bytes=enough, store=store), table, 20)
+    with pytest.raises(ValueError, match="k=4097: of more than 4096 columns"):
+        pca(torch.ones(2, 4097), 4097)
+
+
+def test_nearly_all_values_of_some_hundred_rows_are_computed_densely():
+    table = torch.randn(300, 200, dtype=torch.float64)
+    found = svds(table, 199)
+    assert found.report.method == "dense"
+    torch.testing.assert_close(found.s, torch.linalg.svdvals(table)[:199], rtol=1e-6, atol=1e-6)

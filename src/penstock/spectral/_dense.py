@@ -28,11 +28,14 @@ MOST_DENSE_ROWS = 2048  # of one for which that is done where an iteration is sl
 def is_dense_better(problem: StandardProblem) -> bool:
     """Return whether eigenvalues are found sooner among all of them, if the budget holds these.
 
-    Those around zero may lie inside of the spectrum, where a Krylov space finds them slowly.
+    Those around zero may lie inside of the spectrum, where a Krylov space finds them slowly; and a
+    basis of as many vectors as there are rows is no smaller than the dense matrix.
     """
     num_rows = problem.operator.length
     is_small = num_rows <= (_MOST_ROWS if problem.which == "SM" else _FEW_ROWS)
-    return is_small and (problem.max_bytes is None or _dense_bytes(problem) <= problem.max_bytes)
+    is_full = num_rows <= min(MOST_DENSE_ROWS, num_basis_vectors(problem.k))
+    fits = problem.max_bytes is None or _dense_bytes(problem) <= problem.max_bytes
+    return (is_small or is_full) and fits
 
 
 def check_dense(problem: StandardProblem) -> None:

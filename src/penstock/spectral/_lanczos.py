@@ -144,7 +144,7 @@ class ThickRestartLanczos:
             is_over = has_converged or self._is_stalled()
             if verified and is_over and self._after_random >= self._steps_to_show(verified):
                 return pairs
-            if self._known >= self.operator.global_length:
+            if self._known >= self.operator.global_length and self._excesses[-1] < math.inf:
                 return pairs
             self._restart(pairs, self._num_kept(pairs))
 

@@ -101,6 +101,8 @@ def pca(
         # The sums, and the covariance with its eigenvectors.
         gram_bytes = covariance_bytes(num_columns, wide_bytes) + 2 * num_columns**2 * wide_bytes
         is_small = num_columns <= _MOST_COLUMNS and (budget is None or 2 * gram_bytes <= budget)
+        if k == num_columns and not is_small:
+            raise _error_of_all(k, 2 * gram_bytes)
         room = None if budget is None else budget - gram_bytes if is_small else budget // 2
         rows = open_matrix(table, room, ledger, stack, is_read_once=is_small)
         # Products in a lower precision would be of another matrix.
@@ -136,6 +138,19 @@ def pca(
             components = pairs.vectors.T.flip(0).to(mean.dtype).conj()
             report = pairs.report
     return PrincipalComponents(variances.cpu(), _orient(components), mean, report)
+
+
+def _error_of_all(k: int, num_bytes: int) -> Exception:
+    """Return the error of components that an iteration, which finds some, is asked for."""
+    if k > _MOST_COLUMNS:
+        return ValueError(
+            f"k={k}: of more than {_MOST_COLUMNS} columns some of the components are found; ask "
+            f"for at most {k - 1}"
+        )
+    return CapacityError(
+        f"max_bytes: all of {k} components are found by their covariance, which takes "
+        f"{format_bytes(num_bytes)}; give at least {num_bytes}, or ask for fewer components"
+    )
 
 
 def _count_columns(table: Any) -> int:

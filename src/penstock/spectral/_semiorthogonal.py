@@ -15,6 +15,7 @@ from torch import Tensor
 _CLEAN = 4.0  # rounding units that a sweep leaves
 _WIDER = 1e-2  # of the threshold: what a sweep is about to need anyway
 _OWN = 0.1  # of the threshold
+_MOST = 0.6  # of the vectors: what sweeps over more of them do to the others is not estimated
 
 
 class OrthogonalityEstimate:
@@ -97,6 +98,8 @@ class OrthogonalityEstimate:
         if bool((size <= self.threshold).all()):
             return torch.arange(0, device="cpu")
         rows = (size > _WIDER * self.threshold).nonzero()[:, 0]
+        if len(rows) > _MOST * at:
+            rows = torch.arange(at, device="cpu")
         self._newest[rows] = self._clean
         self._next[rows] = self._clean
         return rows

@@ -38,6 +38,7 @@ _DAMPED = 0.02  # of the spectrum's width, below the wanted values, is not dampe
 _ESTIMATE_STEPS = 20
 _ACCEPTED = 1e3  # times what is asked for, where no polishing helps: the rounding of squares
 _WORTHWHILE = 1.5  # times the degree: a filter that is better by less is not changed
+_LEAST_FALSE = 4  # Ritz values, by which a filter that damps wanted eigenvalues is wider at first
 _ORTHOGONAL = 1e-2  # times tol: residuals do not see components that are less (Simon 1984)
 _LEAST_LIMIT = 64.0  # rounding units: below that sweeps are due at nearly every step
 _LOCAL_PASSES = 10.0  # over a vector and one of the two before it, of a step without a sweep
@@ -60,6 +61,7 @@ class StandardSolution:
         self._costs = 1.0, 1.0
         self._lanczos: ThickRestartLanczos | None = None
         self._is_partial = False
+        self._num_false = 0  # Ritz values of the estimate that may be no eigenvalues
 
     def solve(self) -> Eigenpairs:
         """Return the pairs, in rising order.
@@ -190,8 +192,9 @@ class StandardSolution:
         unit = torch.finfo(problem.operator.dtype).eps
         # What a component grows by, from a random one to one beside which the others are small.
         growth = math.log(math.sqrt(problem.operator.global_length) / max(problem.tol, unit))
+        k = problem.k + self._num_false
         return choose_filter(
-            *(estimate, problem.k, sign), product_cost=product, sweep_cost=sweep, growth=growth
+            *(estimate, k, sign), product_cost=product, sweep_cost=sweep, growth=growth
         )
 
     def _refine(self, pairs: RitzPairs) -> ChebyshevFilter | None:
@@ -201,6 +204,10 @@ class StandardSolution:
         if old.degree == 1 or estimate is None or len(pairs.values) < count:
             return None
         values = pairs.values[:count].tolist()
+        if values[-4] <= 1:
+            self._num_false = max(_LEAST_FALSE, 2 * self._num_false)
+            self._filter = self._make_filter(estimate, old.sign)
+            return self._filter
         if values[-1] <= 1:
             return None
         ritz = tuple(sorted(old.eigenvalue(each) for each in values))
@@ -256,6 +263,8 @@ class StandardSolution:
         if len(pairs.values) < k:
             return math.inf
         values = pairs.values[:k].tolist()
+        if chebyshev.degree > 1 and values[-1] <= 1:  # of what is damped none is told from another
+            return math.inf
         if self._iterated is self.problem.operator:
             # Rounding goes by the norm, which those that are wanted may be far below.
             ends = (float(pairs.values[0]), float(pairs.values[-1]))
