@@ -102,6 +102,7 @@ def test_asymmetric_operators_are_refused():
         ({"k": True}, TypeError, "k is True"),
         ({"k": 3, "tol": "1e-3"}, TypeError, "tol='1e-3'"),
         ({"k": 3, "seed": 0.5}, TypeError, "seed is 0.5"),
+        ({"k": 3, "seed": 2**63}, ValueError, "seed=9223372036854775808: expected a number below"),
         ({"k": 3, "max_restarts": 1.5}, TypeError, "max_restarts is 1.5"),
         ({"k": 3, "start": np.ones(400)}, TypeError, "start: got ndarray"),
         ({"k": 3, "which": "LR"}, ValueError, "which='LR': expected one of LA, SA, LM, SM, BE"),

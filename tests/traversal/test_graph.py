@@ -192,6 +192,7 @@ def test_matrix_market_files(tmp_path, packed, field, symmetry, entries, expecte
         ("%%MatrixMarket matrix coordinate real general\n", "line of sizes is ''"),
         ("%%MatrixMarket matrix coordinate real general\n2 3 0\n", "line of sizes is '2 3 0'"),
         ("%%MatrixMarket matrix coordinate pattern general\n2 2 2\n1 1\n", "has 1 entries, but"),
+        ("%%MatrixMarket matrix coordinate pattern general\n2 2 0\n1 1\n", "has 1 entries, but"),
         (
             "%%MatrixMarket matrix coordinate pattern general\n2 2 1\n1 3\n",
             r"entry 1 is at \(1, 3\)",
@@ -210,6 +211,23 @@ def test_damaged_matrix_market_files_are_refused(tmp_path, text, says):
     (tmp_path / "graph.mtx").write_text(text)
     with pytest.raises(ValueError, match=says):
         CSRGraph.from_matrix_market(tmp_path / "graph.mtx")
+
+
+@pytest.mark.parametrize("name", ["cut.mtx.gz", "plain.mtx.gz", "binary.mtx"])
+def test_matrix_market_files_that_are_no_text_are_named(tmp_path, name):
+    packed = gzip.compress(b"%%MatrixMarket matrix coordinate pattern general\n2 2 1\n1 1\n")
+    content = {"cut": packed[:-12], "plain": b"%%MatrixMarket", "binary": b"%%\xff\xfe"}
+    (tmp_path / name).write_bytes(content[name.split(".")[0]])
+    with pytest.raises(ValueError, match=rf"{name}: is no whole text"):
+        CSRGraph.from_matrix_market(tmp_path / name)
+
+
+def test_arrays_of_any_byte_order_that_may_not_be_written(recwarn):
+    indptr, indices = np.array([0, 1, 2], dtype=">i8"), np.array([1, 0], dtype=np.int32)
+    indices.flags.writeable = False
+    graph = CSRGraph(indptr, indices)
+    assert neighbors_of(graph) == [[1], [0]] and not recwarn.list
+    assert graph.indices.data_ptr() == indices.ctypes.data
 
 
 @pytest.mark.parametrize(

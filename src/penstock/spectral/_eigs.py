@@ -218,7 +218,8 @@ def check_numbers(k: int, tol: float, seed: int) -> int:
         raise TypeError(f"tol={tol!r}: expected a relative accuracy from 0 to 1, such as 1e-8")
     if not 0 <= tol < 1:
         raise ValueError(f"tol={tol}: expected a relative accuracy from 0 to 1, such as 1e-8")
-    parse_count(seed, name="seed")
+    if parse_count(seed, name="seed") >= 2**63:
+        raise ValueError(f"seed={seed}: expected a number below 2^63")
     return parse_count(k, name="k", least=1)
 
 

@@ -73,7 +73,9 @@ class SparseMatrix(Matrix):
         super().__init__(csr.shape, csr.values.dtype, csr.values.device)
         shape = csr.shape
         matrix = torch.sparse_csr_tensor(
-            csr.offsets, csr.columns, csr.values, shape, device=csr.values.device
+            *(csr.offsets, csr.columns, csr.values, shape),
+            device=csr.values.device,
+            check_invariants=False,  # `read_lists` has checked them
         )
         self._rows = csr
         # A CSC matrix is the CSR of its transpose.

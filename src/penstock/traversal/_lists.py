@@ -6,6 +6,7 @@ The lists of a graph are checked here when they are given, and read here by inde
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def as_list(source: Any, name: str) -> Tensor:
     if isinstance(source, str | os.PathLike):
         source = unify(source, device="cpu")
     elif isinstance(source, np.ndarray):
-        source = torch.from_numpy(np.ascontiguousarray(source))
+        source = _read_array(source)
     elif isinstance(source, Sequence):
         try:
             source = (
@@ -56,6 +57,15 @@ def as_list(source: Any, name: str) -> Tensor:
             f"call {name}.cpu() first"
         )
     return source.detach().contiguous()
+
+
+def _read_array(array: np.ndarray) -> Tensor:
+    """Return an array as a tensor, in its memory unless strides or byte order forbid it."""
+    native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    with warnings.catch_warnings():
+        # Lists are read only, and so may arrays be.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(native)
 
 
 def in_memory(values: Tensor) -> Tensor | None:

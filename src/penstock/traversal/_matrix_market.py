@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import warnings
+import zlib
 from pathlib import Path
 from typing import IO
 
@@ -22,10 +24,15 @@ def read_pattern(path: Path) -> tuple[Tensor, int]:
     Raises:
         ValueError: The file is of another format, damaged, or its matrix is not square.
     """
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        symmetry = _read_banner(file, path)
-        num_rows, count = _read_sizes(file, path)
-        places = _read_places(file, path, count)
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            symmetry = _read_banner(file, path)
+            num_rows, count = _read_sizes(file, path)
+            places = _read_places(file, path, count)
+    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path}: is no whole text, or none that gzip has packed: {error}"
+        ) from error
     if count and (int(places.min()) < 1 or int(places.max()) > num_rows):
         wrong = int(((places < 1) | (places > num_rows)).any(1).argmax())
         raise ValueError(
@@ -78,10 +85,12 @@ def _read_sizes(file: IO[str], path: Path) -> tuple[int, int]:
 
 def _read_places(file: IO[str], path: Path, count: int) -> np.ndarray:
     """Return rows and columns of the entries, from 1 on."""
-    if not count:
-        return np.empty((0, 2), dtype=np.int64)
     try:
-        places = np.loadtxt(file, dtype=np.int64, comments="%", usecols=(0, 1), ndmin=2)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "loadtxt: input contained no data")
+            places = np.loadtxt(file, dtype=np.int64, comments="%", usecols=(0, 1), ndmin=2)
+    except UnicodeDecodeError:  # which is a ValueError, and said as that of the whole file
+        raise
     except ValueError as error:
         raise ValueError(f"{path}: an entry has no whole row and column: {error}") from error
     if len(places) != count:
