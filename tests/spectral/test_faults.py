@@ -110,6 +110,7 @@ def test_asymmetric_operators_are_refused():
         ({"k": 3, "max_restarts": 0}, ValueError, "max_restarts is 0"),
         ({"k": 3, "max_bytes": "many"}, ValueError, "max_bytes must be"),
         ({"k": 3, "start": torch.ones(3)}, ValueError, "start: has shape"),
+        ({"k": 3, "start": torch.ones(400, dtype=torch.complex64)}, TypeError, "start: is complex"),
         ({"k": 3, "start": torch.zeros(400)}, ValueError, "start: holds NaN"),
     ],
 )

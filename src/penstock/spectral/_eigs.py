@@ -295,6 +295,8 @@ def _read_start(
         raise TypeError(
             f"start: got {type(start).__name__}; expected a tensor, as of torch.from_numpy"
         )
+    if start.is_complex() and not operator.dtype.is_complex:
+        raise TypeError(f"start: is complex, but the operator is {operator.dtype}; give real ones")
     vectors = start[:, None] if start.dim() == 1 else start
     if vectors.dim() != 2 or vectors.shape[0] != operator.length:
         raise ValueError(
