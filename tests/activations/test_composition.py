@@ -571,3 +571,33 @@ def test_modules_whose_parameters_come_with_the_first_batch(name, everything):
     with everything:
         found = run()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Named(nn.Module):
+    """Compares by value, so that it has no hash; `names` of `nn.Module` are data of its own."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+        self.__dict__.update(dict.fromkeys(names, 0.1))
+        self.layer.__dict__.update(dict.fromkeys(names, 0.1))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).sin() + self.layer(2 * x)
+
+
+@pytest.mark.parametrize("name", ["modules", "parameters", "buffers"])
+def test_modules_that_give_names_of_modules_to_data(name, everything):
+    """None of their weights leaves, as of any module."""
+    x = torch.ones(8, HIDDEN, requires_grad=True)  # so that weights are saved
+    model, stock = Named(name), Named()
+    model.layer.weight.requires_grad_(False)
+    with everything:
+        (model(x) * model.layer.bias).sum().backward()
+    (stock(x) * stock.layer.bias).sum().backward()
+    assert torch.equal(model.layer.bias.grad, stock.layer.bias.grad)
+    assert everything.report().peak_device_bytes < model.layer.weight.nbytes

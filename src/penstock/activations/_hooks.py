@@ -54,7 +54,9 @@ class ModuleStorages:
     """
 
     def __init__(self) -> None:
-        self._children: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # By identity: a module may compare by its values, and have no hash.
+        self._children: weakref.WeakValueDictionary[int, torch.nn.Module]
+        self._children = weakref.WeakValueDictionary()
         # By address, which names a storage only as long as the weak reference is alive.
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sweep_at = _MIN_SWEEP
@@ -105,14 +107,15 @@ class ModuleStorages:
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if module in self._children:
-            own = (*module._parameters.values(), *module._buffers.values())
-        else:
-            self._children.update(child for child in module.modules() if child is not module)
-            own = (*module.parameters(), *module.buffers())
-        for tensor in own:
-            if tensor is not None:
-                self.remember(getattr(tensor, "_local_tensor", tensor))  # a DTensor has a shard
+        noted = {id(module): module}
+        if self._children.get(id(module)) is not module:
+            _add_children(module, noted)
+            self._children.update(noted)
+            self._children.pop(id(module), None)
+        for each in noted.values():
+            for tensor in (*each._parameters.values(), *each._buffers.values()):
+                if tensor is not None:
+                    self.remember(getattr(tensor, "_local_tensor", tensor))  # a DTensor has a shard
         if len(self.known) > self._sweep_at:
             for key, weak in list(self.known.items()):
                 if weak() is None and self.known.get(key) is weak:
@@ -258,6 +261,14 @@ class Hooks:
             return handle.restore(self.unpack)
         assert isinstance(handle, SavedHandle)
         return self._engine.restore(handle)
+
+
+def _add_children(module: torch.nn.Module, found: dict[int, torch.nn.Module]) -> None:
+    """Add the modules inside of one, which may have given names such as `modules` to its data."""
+    for child in module._modules.values():
+        if child is not None and id(child) not in found:
+            found[id(child)] = child
+            _add_children(child, found)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
