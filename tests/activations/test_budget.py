@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import penstock
+from _waiting import wait_until_written
+from penstock.errors import CapacityError
 from penstock.memory import FileStore
 
 KIB = 1024
@@ -128,3 +130,42 @@ def test_host_memory_bounds_the_unaligned_ends(store):
         assert equal(gradients(model, 100), expected)
     assert offload.report().peak_host_bytes <= 16 * KIB
     offload.close()
+
+
+def test_what_host_memory_has_no_room_for_has_stayed(store):
+    """The report counts it as kept and says why; nothing was forwarded either."""
+    model = model_of(4)
+    expected = gradients(model, 100)
+    with penstock.offload(store, host_memory=0, policy="all", min_bytes="4KiB") as offload:
+        assert equal(gradients(model, 100), expected)
+    report = offload.report()
+    assert report.num_kept == report.num_saved > 0
+    assert report.offloaded_bytes == report.bytes_written == report.forwarded_bytes == 0
+    assert "some of it stayed: host_memory of 0 bytes" in report.reason
+    offload.close()
+
+
+def test_a_budget_that_host_memory_keeps_from_being_held_is_an_error(store):
+    model = model_of(4)
+    offload = penstock.offload(
+        store, host_memory=0, device_memory="200KiB", policy="all", min_bytes="4KiB"
+    )
+    with offload, pytest.raises(CapacityError, match=r"had to stay.*Raise host_memory, or rai"):
+        gradients(model, 100)
+    expected = gradients(model, 10)
+    with offload:  # what it takes fits
+        assert equal(gradients(model, 10), expected)
+    offload.close()
+
+
+def test_a_storage_that_leaves_again_counts_again(store):
+    x = torch.ones(100, 100, requires_grad=True)
+    with penstock.offload(store, policy="all", min_bytes=0) as offload:
+        saved = x * 2
+        first = saved.sin()
+        wait_until_written(offload)
+        second = first * saved.data  # which has another counter
+        assert torch.autograd.grad((first + second).sum(), x)[0].isfinite().all()
+    report = offload.report()
+    assert 0 <= report.num_kept <= report.num_saved
+    assert report.offloaded_bytes <= report.saved_bytes

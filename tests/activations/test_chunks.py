@@ -41,6 +41,7 @@ def test_the_budget_holds_for_what_is_smaller_than_min_bytes(
             assert torch.equal(gradient(num_bytes // 4, length), expected)
     report = offload.report()
     assert report.saved_bytes > 2 * budget and report.offloaded_bytes > 0
+    assert report.num_kept * num_bytes == report.saved_bytes - report.offloaded_bytes
     assert report.num_steps == 3
     assert report.peak_device_bytes <= budget + num_bytes
     assert policy == "all" or "device budget" in report.reason

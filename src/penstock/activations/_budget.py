@@ -46,6 +46,19 @@ class DeviceBudget:
             record.reserved = False
             self._reserved_bytes -= self._limits.chunk_bytes
 
+    def explain(self, reason: str) -> str:
+        """Return the reason for a choice of what leaves, and for what stayed in spite of it."""
+        error, refusal = self._writes.error, self._writes.refusal
+        if error is not None:
+            return f"offloading stopped: {error}"
+        return reason if refusal is None else f"{reason}; some of it stayed: {refusal}"
+
+    def forget(self, record: Record) -> None:
+        """Forget a record that is dead."""
+        self.kept.pop(record.number, None)
+        self._writes.refused.pop(record.number, None)
+        self.end_reservation(record)
+
     def admit(self, num_bytes: int, *, limits_backlog: bool) -> None:
         """Wait until a storage may become resident.
 
@@ -58,16 +71,27 @@ class DeviceBudget:
         """
         if self._limits.device_memory is not None:
             self.make_room(num_bytes)
-            if self._writes.error is not None and self._is_exceeded_by(num_bytes):
-                raise CapacityError(
-                    f"device_memory={self._limits.device_memory}: {self._account.resident_bytes} "
-                    f"bytes of saved activations and {num_bytes} more do not fit, and the store "
-                    f"takes no more of them ({self._writes.error}). Free or enlarge the store, or "
-                    "raise device_memory."
-                )
+            if self._is_exceeded_by(num_bytes):
+                self._check_refusals(num_bytes)
         elif limits_backlog:
             limit = self._limits.ahead_bytes - num_bytes
             self._wait_while(lambda: 0 < self._writes.backlog_bytes > limit, "write")
+
+    def _check_refusals(self, num_bytes: int) -> None:
+        """Raise if the budget would be held, had the tiers below taken what they refused."""
+        error, refusal = self._writes.error, self._writes.refusal
+        if error is not None:
+            problem = f"the store takes no more of them ({error}). Free or enlarge the store, or"
+        else:
+            refused = self._writes.refused.values()
+            refused_bytes = sum(record.num_bytes for record in refused if record.counted)
+            if not refused_bytes or self._is_exceeded_by(num_bytes - refused_bytes):
+                return
+            problem = f"{refused_bytes} of them had to stay, as {refusal}. Raise host_memory, or"
+        raise CapacityError(
+            f"device_memory={self._limits.device_memory}: {self._account.resident_bytes} bytes of "
+            f"saved activations and {num_bytes} more do not fit, and {problem} raise device_memory."
+        )
 
     def make_room(self, num_bytes: int) -> None:
         """Bring the resident bytes down until `num_bytes` more keep within the device budget.
@@ -117,9 +141,10 @@ class DeviceBudget:
     def _pack(self, record: Record) -> bool:
         """Bring a chunk into one storage, which can leave; False if there is nothing in it."""
         chunk = next((found for watch in record.watches.values() if (found := watch())), None)
-        storage = None if chunk is None else pack(chunk)
-        if storage is None:
+        packed = None if chunk is None else pack(chunk)
+        if packed is None:
             return False
+        storage, record.num_storages = packed
         self._account.remove(record)
         record.num_bytes = storage.nbytes()
         record.storage, record.unpacked, record.shift = storage, False, 0

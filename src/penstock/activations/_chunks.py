@@ -132,10 +132,13 @@ class SmallSaves:
         return [chunk for chunk in chunks if chunk is not None and not chunk.used]
 
 
-def pack(chunk: Chunk) -> torch.UntypedStorage | None:
-    """Copy a chunk's bytes into one storage, and take them from its handles; None if it is empty.
+def pack(chunk: Chunk) -> tuple[torch.UntypedStorage, int] | None:
+    """Copy a chunk's bytes into one storage, and take them from its handles.
 
     RAM only: on a GPU each of them would have to be ordered behind its stream.
+
+    Returns:
+        That storage, and the number of those in it; None if the chunk is empty.
     """
     handles = [handle for handle in chunk.living() if handle.alias is not None]
     storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
@@ -159,7 +162,7 @@ def pack(chunk: Chunk) -> torch.UntypedStorage | None:
         handle.place = storages[storage._cdata][1], storage.nbytes()
         handle.view, handle.probe = view_of(alias), version_probe(alias)
         handle.alias = None
-    return packed
+    return packed, len(storages)
 
 
 def unpack(chunk: Chunk, packed: torch.UntypedStorage, shift: int) -> None:

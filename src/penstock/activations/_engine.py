@@ -81,9 +81,9 @@ class Engine:
         self._on_end: Callable[[], None] | None = None  # of an `Offload` that is gone
 
     @property
-    def error(self) -> PenstockError | None:
-        """The reason for which nothing is offloaded any more, if there is one."""
-        return self._writes.error
+    def reason(self) -> str:
+        """Reason for the policy's choice, and for what stayed in spite of it."""
+        return self._budget.explain(self.policy.reason)
 
     # ------------------------------------------------------------------ saving
 
@@ -153,9 +153,9 @@ class Engine:
         record = Record(tensor, storage, route, offloadable, entry)
         if offloadable and route is not None:
             record.ready = route.mark(record.device)
-        if self._records.add(record):  # else: changed in place since, and saved again
-            self.totals.saved_bytes += num_bytes
-            self.totals.num_saved += 1
+        self._records.add(record)
+        self.totals.saved_bytes += num_bytes
+        self.totals.num_saved += 1
         self._account.add(record)
         self._reaper.start()
         return record
@@ -376,8 +376,7 @@ class Engine:
             return
         record.dead = True
         self._records.remove(record)
-        self._budget.kept.pop(record.number, None)
-        self._budget.end_reservation(record)
+        self._budget.forget(record)
         if record.small_bytes:
             self._count_small(record)
         if record.activity is Activity.STORE_QUEUED:

@@ -47,7 +47,8 @@ class OffloadReport(Report, title="penstock.offload"):
     num_steps: int
     """Steps begun."""
     num_saved: int
-    """Storages that autograd saved, each once, without parameters, buffers and views of them."""
+    """Storages that autograd saved, without parameters, buffers and views of them; each once, and
+    once more if it was saved again after a change in place."""
     num_kept: int
     """Those of them whose write was never started."""
     saved_bytes: int
@@ -71,8 +72,9 @@ class OffloadReport(Report, title="penstock.offload"):
     policy: str
     """"all" or "auto"."""
     reason: str
-    """Why the policy chose what it chose, or why offloading stopped; and what kinds of saved
-    tensors, such as sparse ones, stay whatever their size, and are in no number here."""
+    """Why the policy chose what it chose, and why some of that stayed, or why offloading stopped;
+    and what kinds of saved tensors, such as sparse ones, stay whatever their size, and are in no
+    number here."""
     device: str
     """Device type of the tensors that were offloaded: "cpu", "cuda", or "none"."""
     store: str | None
@@ -232,8 +234,7 @@ class Offload(Uncopied):
         """Return what was saved, moved and waited for until now; inside and after the block."""
         self._engine.settle()
         totals, ledger, file = dataclasses.asdict(self._engine.totals), self.ledger, self._file
-        policy, error, kinds = self._engine.policy, self._engine.error, self._hooks.kinds
-        reason = policy.reason if error is None else f"offloading stopped: {error}"
+        policy, reason, kinds = self._engine.policy, self._engine.reason, self._hooks.kinds
         if kinds:
             reason += f"; uncounted, these kinds of tensors stay: {', '.join(kinds)}"
         return OffloadReport(
@@ -301,7 +302,7 @@ def offload(
     Raises:
         ValueError: An argument is out of its range; no store on a machine without a GPU.
         StoreError: The store cannot be used, or, in a backward pass, bytes cannot be read.
-        CapacityError: `device_memory` cannot be held because the store is full.
+        CapacityError: `device_memory` cannot be held because the store, or `host_memory`, is full.
 
     Source:
         SSDTrain (arXiv 2408.10013), sections III-A to III-D.

@@ -57,6 +57,7 @@ class Record:
     offloadable: bool
     entry: SavedEntry
     num_bytes: int = dataclasses.field(init=False)
+    num_storages: int = 1  # more where it is a chunk that was packed
     device: torch.device = dataclasses.field(init=False)
     # An address (`key`) names this storage only as long as the weak reference is alive.
     key: int = dataclasses.field(init=False)
@@ -197,13 +198,10 @@ class RecordTable:
             return None
         return record if record.describes(tensor) or record.take(tensor) else None
 
-    def add(self, record: Record) -> bool:
-        """Add the newest record; False if its storage had one already, of another version."""
-        known = self._by_storage.get(record.key)
-        is_new = known is None or known.origin() is not record.origin()
+    def add(self, record: Record) -> None:
+        """Add the newest record."""
         self._by_storage[record.key] = record
         self._by_number[record.number] = record
-        return is_new
 
     def remove(self, record: Record) -> None:
         """Take a record out."""

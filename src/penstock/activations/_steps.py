@@ -121,11 +121,17 @@ class StepTracker:
             self._profile.append(entry)
         return entry
 
-    def note_started(self, num_bytes: int) -> None:
-        """Note that the first write of a storage starts."""
+    def note_started(self, num_bytes: int, num_storages: int) -> None:
+        """Note that the first write of one storage, or of a chunk of several, starts."""
         self._started_bytes += num_bytes
         self.totals.offloaded_bytes += num_bytes
-        self.totals.num_offloaded += 1
+        self.totals.num_offloaded += num_storages
+
+    def note_refused(self, num_bytes: int, num_storages: int, *, forwarded: bool) -> None:
+        """Take `note_started` back, as no byte has moved."""
+        self.totals.offloaded_bytes -= num_bytes
+        self.totals.num_offloaded -= num_storages
+        self.totals.forwarded_bytes -= num_bytes if forwarded else 0
 
     def have_most_writes_started(self) -> bool:
         """Return whether the writes of nine tenths of what leaves in this step have started."""

@@ -238,6 +238,7 @@ class RecordWrites:
     Attributes:
         backlog_bytes: Bytes of records that are queued or being written.
         error: The reason for which nothing is offloaded any more; None as long as writes succeed.
+        refused: Living records that their route had no room for, by number.
     """
 
     def __init__(
@@ -249,6 +250,8 @@ class RecordWrites:
     ) -> None:
         self.backlog_bytes = 0
         self.error: PenstockError | None = None
+        self.refused: dict[int, Record] = {}
+        self.refusal: Declined | None = None  # the last one
         self._changed, self._collect = callbacks.changed, callbacks.collect
         self._steps, self._account, self._busy = steps, account, busy
         self.workers = Workers(callbacks, self._write, name="write", num_threads=_NUM_WRITERS)
@@ -301,7 +304,7 @@ class RecordWrites:
         self._busy[record.number] = record
         if not record.started:
             record.started = True
-            self._steps.note_started(record.num_bytes)
+            self._steps.note_started(record.num_bytes, record.num_storages)
         self._steps.writes.begin()
         route, storage, ready = record.route, record.storage, record.ready
         self._changed.lock.release()
@@ -322,13 +325,20 @@ class RecordWrites:
             self._steps.totals.bytes_written += record.num_bytes
             self._release(record)
         elif isinstance(error, Declined):
-            record.offloadable = False
+            self._refuse(record, error)
         else:
             self.give_up(error)
         if record.dead:
             self._account.free(record)
         self._collect()
         self._changed.notify_all()
+
+    def _refuse(self, record: Record, refusal: Declined) -> None:
+        """Keep a record that its route has no room for."""
+        self._steps.note_refused(record.num_bytes, record.num_storages, forwarded=record.returned)
+        record.offloadable, record.started, self.refusal = False, False, refusal
+        if not record.dead:
+            self.refused[record.number] = record
 
     def _release(self, record: Record) -> None:
         """Release the storage of a complete copy, unless a backward pass has asked for it."""
