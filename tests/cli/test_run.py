@@ -484,6 +484,7 @@ def test_processes_that_a_script_starts(store: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[2, 4]\n3\n"
     assert done.stderr.count("nothing was offloaded") == 1
+    assert "processes that it starts need penstock.offload of their own" in done.stderr
     # One of several ranks: its own file, in the directory where it was started.
     assert [path.name for path in tmp_path.glob("*.json")] == ["out.rank1.json"]
     report = json.loads((tmp_path / "out.rank1.json").read_text())

@@ -271,7 +271,11 @@ class Planning:
 
 def _offload_lines(report: OffloadReport) -> list[str]:
     if report.num_saved == 0:
-        return ["the script saved no activations for a backward pass; nothing was offloaded"]
+        return [
+            "the script's main thread saved no activations for a backward pass; nothing was "
+            "offloaded. Threads and processes that it starts need penstock.offload of their own; "
+            "ranks are started with torchrun"
+        ]
     share = report.offloaded_bytes / max(report.saved_bytes, 1)
     return [
         f"{_count(report.num_steps, 'step')} saved {format_bytes(report.saved_bytes)}; "
