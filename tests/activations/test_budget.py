@@ -8,8 +8,9 @@ from torch import nn
 
 import penstock
 from _waiting import wait_until_written
+from penstock.activations._routes import Declined, FileRoute
 from penstock.errors import CapacityError
-from penstock.memory import FileStore
+from penstock.memory import ExtentFile, FileStore, Ledger
 
 KIB = 1024
 HIDDEN = 256
@@ -130,6 +131,26 @@ def test_host_memory_bounds_the_unaligned_ends(store):
         assert equal(gradients(model, 100), expected)
     assert offload.report().peak_host_bytes <= 16 * KIB
     offload.close()
+
+
+def test_ends_of_storages_that_are_written_at_once_fit_host_memory(store, monkeypatch):
+    route = FileRoute(ExtentFile(store), Ledger(), host_memory=5 * KIB)
+    storage = torch.ones(2 * KIB).untyped_storage()
+    stored, refused = ExtentFile.store, []
+
+    def write(file, *arguments):
+        """Write, while another storage asks for the same room."""
+        with pytest.raises(Declined):
+            route.store(storage, None)
+        refused.append(arguments)
+        return stored(file, *arguments)
+
+    monkeypatch.setattr(ExtentFile, "store", write)
+    copy = route.store(storage, None)
+    route.discard(copy)
+    route.discard(route.store(storage, None))  # now there is room again
+    assert len(refused) == 2
+    route.close()
 
 
 def test_what_host_memory_has_no_room_for_has_stayed(store):

@@ -9,6 +9,7 @@ the route from a GPU.
 from __future__ import annotations
 
 import abc
+import threading
 import time
 from typing import Any
 
@@ -80,18 +81,31 @@ class FileRoute(Route):
         self.file = file
         self._ledger = ledger
         self._host_memory = host_memory
+        self._lock = threading.Lock()
+        self._num_storing = 0  # each of them may take _RAM_BYTES
 
     def store(self, storage: torch.UntypedStorage, ready: None) -> StoredSpan:
         """Write the storage; raise StoreError and keeps nothing if that fails."""
+        self._admit()
+        try:
+            start = time.perf_counter_ns()
+            span = self.file.store(storage.data_ptr(), storage.nbytes())
+            self._ledger.record_transfer(Link.DEVICE_TO_FILE, span.num_bytes, start)
+            self._ledger.add(Tier.FILE, span.num_bytes)
+            self._ledger.add(Tier.HOST, span.ram_bytes)
+            return span
+        finally:
+            with self._lock:
+                self._num_storing -= 1
+
+    def _admit(self) -> None:
+        """Count one more storage that is being written; raise Declined if it may not fit."""
         limit = self._host_memory
-        if limit is not None and self._ledger.resident(Tier.HOST) + _RAM_BYTES > limit:
-            raise Declined(f"host_memory of {limit} bytes holds no more unaligned ends")
-        start = time.perf_counter_ns()
-        span = self.file.store(storage.data_ptr(), storage.nbytes())
-        self._ledger.record_transfer(Link.DEVICE_TO_FILE, span.num_bytes, start)
-        self._ledger.add(Tier.FILE, span.num_bytes)
-        self._ledger.add(Tier.HOST, span.ram_bytes)
-        return span
+        with self._lock:
+            needed = (self._num_storing + 1) * _RAM_BYTES
+            if limit is not None and self._ledger.resident(Tier.HOST) + needed > limit:
+                raise Declined(f"host_memory of {limit} bytes holds no more unaligned ends")
+            self._num_storing += 1
 
     def load(
         self, copy: StoredSpan, device: torch.device
