@@ -140,6 +140,10 @@ def test_version():
         (["--picture", "{directory}/x.txt", "."], "no picture is written as '.txt'"),
         (["--plan", "."], "--plan needs --device-memory"),
         (["--plan", "--device-memory", "8GiB", "--trace", "x.json", "."], "--trace and --picture"),
+        (["--plan=auto", "--device-memory", "8GiB", "--policy", "all", "."], "--policy has no"),
+        (["--plan", "--device-memory", "8GiB", "--min-bytes", "0", "."], "--min-bytes has no"),
+        (["--time-limit", "5", "."], "--time-limit has no effect without --plan"),
+        (["--plan", "--device-memory", "8GiB", "--time-limit", "0", "."], "--time-limit"),
     ],
 )
 def test_wrong_arguments_are_said_before_torch_is_imported(

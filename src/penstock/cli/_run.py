@@ -102,7 +102,7 @@ class RunOptions:
     ] = False
     plan_auto: Annotated[bool, typer.Option("--plan-auto", hidden=True)] = False
     time_limit: Annotated[
-        float, typer.Option(metavar="SECONDS", help="For planning, with --plan.")
+        float, typer.Option(metavar="SECONDS", min=0.1, help="For planning, with --plan.")
     ] = 60
     report: Annotated[
         Path | None,
@@ -254,6 +254,12 @@ def _resolve(options: RunOptions) -> RunOptions:
         raise LaunchError("--plan needs --device-memory, such as 8GiB: what a step may take")
     if options.is_planned and (options.trace or options.picture):
         raise LaunchError("--trace and --picture show offloading; with --plan there is --report")
+    offloading, planning = ("policy", "min_bytes"), ("time_limit",)
+    for name in offloading if options.is_planned else planning:
+        if getattr(options, name) != getattr(RunOptions, name):
+            option = f"--{name.replace('_', '-')}"
+            place = "with" if options.is_planned else "without"
+            raise LaunchError(f"{option} has no effect {place} --plan; leave it out")
     names = ("report", "trace", "picture")
     paths = {name: _resolve_path(getattr(options, name)) for name in names}
     if options.report == STANDARD_OUTPUT:
