@@ -221,6 +221,10 @@ class RecordTable:
                 yield older
 
 
+class _Life:
+    """Object that only one thread's local data hold, and that is gone when the thread has ended."""
+
+
 class DeferredSaves:
     """Records whose bytes may not be there yet, by the thread that computes them.
 
@@ -228,12 +232,15 @@ class DeferredSaves:
     they run without raising its version: its bytes are there only afterwards. What has a history of
     its own was computed by an operator that has run. Anything else waits for the same thread to
     record another operator: autograd numbers them, and one has run before the next one is recorded.
+    Those of a thread that has ended have run, too.
     Parts that count their changes apart wait until something of another storage is saved.
     """
 
     def __init__(self) -> None:
         self._records: dict[int, list[Record]] = {}
         self._operators: dict[int, int] = {}  # that their thread was recording
+        self._lives: dict[int, weakref.ref[_Life]] = {}  # a new thread may have the key
+        self._local = threading.local()
 
     @staticmethod
     def concern(tensor: torch.Tensor, num_bytes: int) -> bool:
@@ -245,15 +252,20 @@ class DeferredSaves:
         """Defer what this thread is saving."""
         thread = threading.get_ident()
         record.filled = False
+        if not hasattr(self._local, "life"):
+            self._local.life = _Life()
+        self._lives[thread] = weakref.ref(self._local.life)
         self._operators[thread] = next_sequence_number()
         self._records.setdefault(thread, []).append(record)
 
     def take_due(self, key: int | None = None) -> Iterator[Record]:
-        """Take out what this thread's earlier operators have filled, but for the storage `key`."""
-        if not self._records:
-            return
-        thread = threading.get_ident()
-        if thread in self._records and self._operators[thread] != next_sequence_number():
+        """Take out what operators have filled that have run, but for the storage `key`.
+
+        They are those of threads that have ended, and the earlier ones of this thread.
+        """
+        for thread in list(self._records):
+            if not self._has_run(thread):
+                continue
             records = self._records.pop(thread)
             waiting = [record for record in records if record.key == key]
             if waiting:
@@ -262,6 +274,11 @@ class DeferredSaves:
                 if record.key != key:
                     record.filled = True
                     yield record
+
+    def _has_run(self, thread: int) -> bool:
+        """Return whether the operator that a thread was recording has run, as far as is known."""
+        is_other = self._operators[thread] != next_sequence_number()
+        return self._lives[thread]() is None or (thread == threading.get_ident() and is_other)
 
 
 class HandleWatch(weakref.ref[Any]):

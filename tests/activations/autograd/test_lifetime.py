@@ -199,3 +199,21 @@ def test_saving_leaves_the_version_counter_alone(everything):
     del first, second
     assert_same(found, (shared.detach() * 2,))
     assert versions == {0}
+
+
+def test_what_a_thread_has_saved_last_leaves_when_the_thread_has_ended(everything):
+    """Its operator may not have run yet, as long as the thread records no other one."""
+    x = leaf(64, 64)
+
+    def forward() -> torch.Tensor:
+        with everything:
+            return (torch.ones(64, 64) * 3 * x).sum()
+
+    (out,) = _in_threads([forward])
+    before = everything.report().bytes_written
+    with everything:
+        other = leaf(2, 2).sin().exp()
+    wait_until_written(everything)
+    assert everything.report().bytes_written - before >= 64 * 64 * 4
+    assert torch.equal(grad(out, x)[0], torch.full_like(x, 3))
+    del other
