@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from interrupts import interrupts
-from penstock.compat.threads import Thread
+from penstock.compat.threads import Thread, watch_this_thread
 
 
 def test_join_waits_again_after_an_interrupt():
@@ -61,3 +62,22 @@ def test_a_forked_child_does_not_wait_for_what_it_has_not_got():
     end.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_the_end_of_a_thread_is_told_where_it_is_known():
+    """Of one that `threading` has not started it is not, even after the end."""
+    watched, is_watched = [], threading.Event()
+
+    def watch() -> None:
+        watched.append(watch_this_thread())
+        assert not watched[-1]()
+        is_watched.set()
+
+    started = threading.Thread(target=watch)
+    started.start()
+    started.join()
+    is_watched.clear()
+    _thread.start_new_thread(watch, ())
+    assert is_watched.wait(10)
+    watch()  # in this one
+    assert [has_ended() for has_ended in watched] == [True, False, False]

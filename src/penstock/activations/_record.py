@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from penstock.compat.autograd import next_sequence_number, set_lazy_bits
+from penstock.compat.threads import watch_this_thread
 from penstock.compat.version_counter import shares_version_counter
 from penstock.errors import StoreError
 
@@ -221,10 +222,6 @@ class RecordTable:
                 yield older
 
 
-class _Life:
-    """Object that only one thread's local data hold, and that is gone when the thread has ended."""
-
-
 class DeferredSaves:
     """Records whose bytes may not be there yet, by the thread that computes them.
 
@@ -239,8 +236,7 @@ class DeferredSaves:
     def __init__(self) -> None:
         self._records: dict[int, list[Record]] = {}
         self._operators: dict[int, int] = {}  # that their thread was recording
-        self._lives: dict[int, weakref.ref[_Life]] = {}  # a new thread may have the key
-        self._local = threading.local()
+        self._ended: dict[int, Callable[[], bool]] = {}  # of the thread: a new one may have its key
 
     @staticmethod
     def concern(tensor: torch.Tensor, num_bytes: int) -> bool:
@@ -252,9 +248,7 @@ class DeferredSaves:
         """Defer what this thread is saving."""
         thread = threading.get_ident()
         record.filled = False
-        if not hasattr(self._local, "life"):
-            self._local.life = _Life()
-        self._lives[thread] = weakref.ref(self._local.life)
+        self._ended[thread] = watch_this_thread()
         self._operators[thread] = next_sequence_number()
         self._records.setdefault(thread, []).append(record)
 
@@ -277,8 +271,9 @@ class DeferredSaves:
 
     def _has_run(self, thread: int) -> bool:
         """Return whether the operator that a thread was recording has run, as far as is known."""
-        is_other = self._operators[thread] != next_sequence_number()
-        return self._lives[thread]() is None or (thread == threading.get_ident() and is_other)
+        if thread == threading.get_ident() and self._operators[thread] != next_sequence_number():
+            return True
+        return self._ended[thread]()
 
 
 class HandleWatch(weakref.ref[Any]):

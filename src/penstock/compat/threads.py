@@ -1,8 +1,10 @@
-"""Threads that can be waited for again after an interrupt."""
+"""Threads that can be waited for again after an interrupt, and the end of any thread."""
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 
@@ -33,3 +35,21 @@ class Thread(threading.Thread):
         if self.is_alive() and not self._has_run.wait(timeout):  # in a forked child none is alive
             return
         super().join(timeout)
+
+
+def watch_this_thread() -> Callable[[], bool]:
+    """Return a function that tells whether the thread that called this has ended.
+
+    It is always False of threads that Python has not started: what Python has of one may come and
+    go with each call of Python code.
+    """
+    thread = threading.current_thread()
+    if isinstance(thread, threading._DummyThread):
+        return lambda: False
+    weak = weakref.ref(thread)  # the interpreter keeps it until the thread has ended
+
+    def has_ended() -> bool:
+        known = weak()
+        return known is None or not known.is_alive()
+
+    return has_ended
