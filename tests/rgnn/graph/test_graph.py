@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given
 from _relational import graphs, random_graph
 from penstock import rgnn
 from penstock.rgnn import spaces
+from penstock.rgnn.graph import build_once
 from penstock.rgnn.spaces import Coordinate, RowMap, Space
 
 EDGE_MAPS = [
@@ -263,3 +266,18 @@ def test_coordinates_say_what_a_row_is_told_apart_by():
     assert spaces.coordinates(spaces.EDGE_DST_PAIR) == {Coordinate.DST, Coordinate.TYPE}
     assert spaces.coordinates(spaces.to_one(Space.EDGE)) == frozenset()
     assert spaces.coordinates(spaces.identity(Space.NODE)) == {Coordinate.NODE}
+
+
+def test_threads_that_build_an_index_at_once_get_the_same():
+    """Generated programs know an index by its address: it may not make room for another."""
+    both = threading.Barrier(2)
+
+    @build_once
+    def index(owner: object) -> torch.Tensor:
+        both.wait(timeout=10)
+        return torch.zeros(1)
+
+    owner = random_graph()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(index, [owner, owner])
+    assert first is second is index(owner)

@@ -32,7 +32,8 @@ def build_once(build: _Build) -> _Build:
     """Make a function or method keep its results in its first argument, such as a graph.
 
     They are plain tensors even if the first use of one is in inference mode, or while operators
-    are recorded.
+    are recorded. Of threads that build the same at once, all get the first result: another must not
+    take its place, for programs know it by its address.
     """
     build_outside: Any = _make_plain(build)
 
@@ -41,7 +42,7 @@ def build_once(build: _Build) -> _Build:
         results = owner.__dict__.setdefault("_built", {})
         key = (build, args, *kwargs.items())
         if key not in results:
-            results[key] = build_outside(owner, *args, **kwargs)
+            results.setdefault(key, build_outside(owner, *args, **kwargs))
         return results[key]
 
     return cast("_Build", read)
