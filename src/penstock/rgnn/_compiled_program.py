@@ -26,6 +26,7 @@ class CompiledProgram:
     """A program, lowered for a back end and run by it."""
 
     def __init__(self, optimized: OptimizedProgram, backend: str) -> None:
+        self._optimized, self._backend_name = optimized, backend
         self._backend: type[Backend] = load_backend(backend)
         self.lowered = self._backend.lower(optimized)
         self.run_direction: Callable[[Invocation], Results] = self._backend(self.lowered)
@@ -37,8 +38,10 @@ class CompiledProgram:
             place for place, name in enumerate(self.names) if of_name[name] in optimized.kept
         )
         """Places of the inputs that the backward reads."""
-        self._saved_names = tuple(self.names[place] for place in self.saved)
-        self._seeds = tuple(map(name_seed, range(optimized.num_outputs)))
+        seeds = map(name_seed, range(optimized.num_outputs))
+        self.seeds = tuple(seed if seed in of_name else None for seed in seeds)
+        """The input with the gradient of each output; None of one that no gradient depends on."""
+        self._without_seeds: dict[frozenset[str], CompiledProgram] = {}
 
     def __call__(self, graph: Graph, tensors: Sequence[torch.Tensor]) -> Tensors:
         """Run the program on a tensor for each of `names`, with gradients for its inputs `wrt`."""
@@ -58,15 +61,32 @@ class CompiledProgram:
         graph: Graph,
         saved: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of each input; None for those outside `wrt`."""
-        arguments = dict(zip(self._saved_names, saved, strict=True))
-        arguments.update(zip(self._seeds, gradients, strict=True))
-        given = dict(zip(self.lowered.forward.keep, kept, strict=True))
-        results, _ = self._run(Invocation(self.lowered.backward, graph, arguments, given))
-        found = dict(zip(self.wrt, results, strict=True))
+        """Return the gradient of each input; None for those outside `wrt`.
+
+        The gradient of an output is None where nothing depends on it: so may then be those of
+        inputs.
+        """
+        by_seed = {s: g for s, g in zip(self.seeds, gradients, strict=True) if s is not None}
+        arguments = {seed: gradient for seed, gradient in by_seed.items() if gradient is not None}
+        program = self
+        if missing := frozenset(by_seed.keys() - arguments.keys()):
+            program = self._find_program_without(missing)
+        inputs = dict(zip(self.saved, saved, strict=True))
+        arguments = {self.names[place]: inputs[place] for place in program.saved} | arguments
+        values = dict(zip(self.lowered.forward.keep, kept, strict=True))
+        given = {at: values[at] for at in program.lowered.forward.keep}
+        results, _ = program._run(Invocation(program.lowered.backward, graph, arguments, given))
+        found = dict(zip(program.wrt, results, strict=True))
         return tuple(found.get(name) for name in self.names)
+
+    def _find_program_without(self, seeds: frozenset[str]) -> CompiledProgram:
+        """Return the program for losses that do not use the outputs of these seeds."""
+        found = self._without_seeds.get(seeds)
+        if found is None:
+            found = CompiledProgram(self._optimized.without_seeds(seeds), self._backend_name)
+        return self._without_seeds.setdefault(seeds, found)
 
     def _run(self, invocation: Invocation) -> Results:
         """Run a direction; half precision is computed in float32 where the back end has none.
@@ -117,6 +137,9 @@ class _ProgramFunction(torch.autograd.Function):
         # Inputs are saved as autograd has them, so that a change in place is noticed.
         ctx.save_for_backward(*(tensors[place] for place in program.saved), *kept)
         ctx.program, ctx.graph = program, graph
+        ctx.set_materialize_grads(False)
+        unused = (result for result, seed in zip(results, program.seeds, strict=True) if not seed)
+        ctx.mark_non_differentiable(*unused)
         return results
 
     @staticmethod

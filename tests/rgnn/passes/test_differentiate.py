@@ -71,6 +71,33 @@ def test_an_input_that_no_output_depends_on_has_no_gradient():
     assert y.grad is None
 
 
+@pytest.mark.parametrize(("backend", "losses"), [("torch", [[0], [3], [0, 3]]), ("cpp", [[0]])])
+def test_an_output_that_a_loss_does_not_use_has_no_part_in_gradients(backend, losses):
+    """Zeros times the slope of its logarithm would be NaN, where nodes have no edges."""
+
+    def body(g, x, w, c):
+        e, summed = g.edges, g.sum_to_dst(g.edges.src(x))
+        return rgnn.tanh(summed), rgnn.log(summed * w), e(c) * 2, e.dst(g.nodes(x) * summed)
+
+    graph, function = random_graph(30, 20), rgnn.compile(body, backend=backend)
+    arguments = (random_tensor(30, 3), random_tensor(3), random_tensor(20).detach())
+    found, expected = ([*f(graph, *arguments)] for f in (function, function.to_torch()))
+    assert [one.requires_grad for one in found] == [one.requires_grad for one in expected]
+    for used in losses:
+        of_both = (
+            torch.autograd.grad(
+                [results[place].sum() for place in used],
+                arguments[:2],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            for results in (found, expected)
+        )
+        (of_x, of_w), (expected_of_x, _) = of_both
+        assert of_w is None
+        assert_same([of_x], [expected_of_x])
+
+
 def test_a_matrix_used_twice_is_summed_over_edges_before_it_is_added_up():
     def body(g, x, W):
         e = g.edges

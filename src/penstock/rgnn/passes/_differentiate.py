@@ -8,9 +8,14 @@ one, and are never added up before it: a lowered program multiplies them as matr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from penstock.rgnn.ir import Node, Program, ProgramBuilder, Shape
+from penstock.rgnn.passes._decision import Rewriter
+
+_NOWHERE = -1
+"""The position of a value that nothing reads."""
 
 
 def name_seed(output: int) -> str:
@@ -58,6 +63,49 @@ def differentiate(program: Program, wrt: Sequence[str]) -> tuple[Program, tuple[
     reached = tuple(name for name in wrt if name in gradients)
     outputs = (*program.outputs, *(gradients[name] for name in reached))
     return builder.program(outputs), reached
+
+
+def drop_seeds(
+    program: Program, wrt: Sequence[str], seeds: Collection[str]
+) -> tuple[Program, tuple[str, ...]]:
+    """Leave out of a joint program what some of its seeds alone make.
+
+    The gradient of an output that a loss does not use is not a row of zeros: those times an
+    infinite derivative are NaN, and an input that no other output depends on has no gradient.
+
+    Args:
+        program: Outputs, then a gradient for each name of `wrt`, all linear in the seeds.
+        wrt: Names of inputs.
+        seeds: Names of the seeds to leave out.
+
+    Returns:
+        The program and the names that still have a gradient, as `differentiate` returns them.
+        Values that depend on no seed have the positions that they had.
+    """
+    dropped: set[int] = set()
+    for position, node in enumerate(program.nodes):
+        is_dropped = [operand in dropped for operand in node.operands]
+        if node.op == "input":
+            is_dropped = [node["name"] in seeds]
+        if any(is_dropped) and (node.op not in ("add", "sub") or all(is_dropped)):
+            dropped.add(position)
+
+    def rewrite(rewriter: Rewriter, position: int) -> int | None:
+        if position in dropped:
+            return _NOWHERE
+        node = program.nodes[position]
+        rest = [operand for operand in node.operands if operand not in dropped]
+        if len(rest) == len(node.operands):
+            return None
+        assert node.op == "add", node  # terms of one adjoint, all of its shape
+        return rewriter.place[rest[0]]
+
+    num_outputs = len(program.outputs) - len(wrt)
+    gradients = zip(wrt, program.outputs[num_outputs:], strict=True)
+    kept = {name: position for name, position in gradients if position not in dropped}
+    outputs = (*program.outputs[:num_outputs], *kept.values())
+    rewritten = Rewriter(dataclasses.replace(program, outputs=outputs), "drop seeds").run(rewrite)
+    return rewritten[0], tuple(kept)
 
 
 def _find_active(program: Program, wrt: frozenset[str]) -> list[bool]:

@@ -26,7 +26,7 @@ from penstock.rgnn.ir import (
 )
 from penstock.rgnn.passes._compact import compact
 from penstock.rgnn.passes._decision import Decision, PassResult, Rewriter, common_subexpressions
-from penstock.rgnn.passes._differentiate import differentiate
+from penstock.rgnn.passes._differentiate import differentiate, drop_seeds
 from penstock.rgnn.passes._reorder import aggregate_first, reorder, split_concat
 from penstock.rgnn.spaces import Counts
 
@@ -87,6 +87,16 @@ class OptimizedProgram:
         read += self.program.outputs[self.num_outputs :]
         found = {find_source(self.program, position) for position in read} & self.forward
         return frozenset(at for at in found if nodes[at].op != "inverse_count")
+
+    def without_seeds(self, seeds: Collection[str]) -> OptimizedProgram:
+        """Return the program for a loss that does not use some outputs, given by their seeds.
+
+        Its forward is the same, and its backward reads no value that this one's does not.
+        """
+        program, wrt = drop_seeds(self.program, self.wrt, seeds)
+        num_forward = max(self.forward) + 1
+        assert program.nodes[:num_forward] == self.program.nodes[:num_forward]
+        return dataclasses.replace(self, program=program, wrt=wrt)
 
 
 def optimize(
