@@ -199,6 +199,31 @@ def test_weights_are_not_reordered_across_heads():
     assert "split into heads" in reasons(plan, "reorder")
 
 
+@pytest.mark.parametrize(
+    ("rewrite", "body"),
+    [
+        ("aggregate first", lambda e, z, s, a: e(s) * z),
+        ("reorder", lambda e, z, s, a: dot(z, a[e.type])),
+        (None, lambda e, z, s, a: (e(s) * z) @ a),
+    ],
+)
+def test_matrices_of_one_head_serve_all_heads(rewrite, body):
+    """Edges have scores for two heads: a rewrite multiplies what has two by what has one."""
+
+    @rgnn.compile(backend="torch")
+    def function(g, f, W, s, a):
+        return g.sum_to_dst(body(g.edges, g.edges(f) @ W[g.edges.type], s, a))
+
+    graph = random_graph(4, 200, num_relations=2)
+    shape = (2, 2, 4) if rewrite else (1, 4, 5)
+    shapes = ((200, 3), (2, 1, 3, 4), (200, 2), shape)
+    arguments = tuple(random_tensor(*each, seed=seed) for seed, each in enumerate(shapes))
+    if rewrite is not None:
+        assert applied(function.explain(graph, *arguments), rewrite) == [True]
+    expected = results_and_gradients(function.to_torch(), graph, arguments)
+    assert_same(results_and_gradients(function, graph, arguments), expected)
+
+
 def test_split_concat_lets_each_part_have_its_own_rows():
     @rgnn.compile
     def pairwise(g, x, a):

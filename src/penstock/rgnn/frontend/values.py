@@ -452,6 +452,8 @@ def matmul(x: Value | Argument, weight: Value | Argument) -> Value:
         vector.trace.whole_weights.append((weight.name, node.shape[0], describe_user_line()))
     if vector.shape:
         vector = add_heads(vector, len(matrix.shape) - 1)
+    if len(matrix.shape) == 3 and matrix.shape[0] == 1:  # of one head, which serves all
+        matrix = apply("reshape", matrix, shape=matrix.shape[1:])
     return apply("matmul", vector, matrix, transposed=False)
 
 
