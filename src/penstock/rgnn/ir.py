@@ -165,6 +165,8 @@ class ProgramBuilder:
         shape = infer_shape(op, [node.shape for node in nodes], attributes)
         if op in ("outer", "matmul") and len(shape) > 3:
             raise ValueError(f"{op} of rows of shape {[list(node.shape) for node in nodes]}")
+        if attributes.get("value") == 0:  # 0.0 equals -0.0
+            attributes["sign"] = math.copysign(1, attributes["value"])
         ordered = tuple(sorted(attributes.items()))
         return self._append(Node(op, operands, space, shape, ordered, self.where))
 

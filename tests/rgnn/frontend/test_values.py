@@ -185,6 +185,16 @@ def test_constants_may_be_branched_on():
         scaled(GRAPH, values, "plain", True)
 
 
+def test_zeros_of_both_signs_are_two_numbers():
+    values = torch.ones(N, 1)
+    inverse = rgnn.compile(lambda g, v, zero: 1 / (g.nodes(v) * zero), backend="torch")
+    both = rgnn.compile(
+        lambda g, v: (1 / (g.nodes(v) * 0.0), 1 / (g.nodes(v) * -0.0)), backend="torch"
+    )
+    for found in ([inverse(GRAPH, values, zero) for zero in (0.0, -0.0)], both(GRAPH, values)):
+        assert [each[0].item() for each in found] == [math.inf, -math.inf]
+
+
 def test_tuples_come_back_as_tuples():
     values = x(N, 3)
     (one,) = rgnn.compile(lambda g, v: (g.nodes(v),))(GRAPH, values)
@@ -213,6 +223,9 @@ REFUSED = {
     ),
     "unindexed": (lambda g, v: v @ v, "say which rows the left side has"),
     "heads": (lambda g, v: g.nodes(v).heads(2), "do not split into 2 heads"),
+    "half a head": (lambda g, v: g.nodes(v).heads(1.5), "num_heads is 1.5 of type float"),
+    "coefficients": (lambda g, v: g.nodes(v) * combine(2.0, v), "needs coefficients that are"),
+    "nothing": (lambda g, v: concat(), "concat needs values"),
     "merge": (lambda g, v: g.nodes(v).merge_heads(), "have no heads to merge"),
     "mean": (lambda g, v: g.nodes(v).mean_heads(), "have no heads to add up"),
     "within": (lambda g, v: edge_mean(g.edges.src(v), within="node"), "within must be one of"),
@@ -292,6 +305,12 @@ def test_errors_of_the_users_own_keep_their_type_and_show_the_line():
         rgnn.compile(body)(GRAPH, x(N, 3))
     (note,) = caught.value.__notes__
     assert 'raise ValueError(f"width {v.shape[0]}")' in note
+
+
+def test_no_heads_are_refused_at_the_users_line():
+    with pytest.raises(ValueError, match="num_heads is 0, but must be at least 1") as caught:
+        rgnn.compile(lambda g, v: g.nodes(v).heads(0))(GRAPH, x(N, 3))
+    assert ".heads(0)" in caught.value.__notes__[0]
 
 
 def test_parameters_may_be_positional_or_named_alone():

@@ -248,6 +248,7 @@ def test_wrong_edges_are_refused(arguments, error, message):
         ({"num_nodes": 3.0}, TypeError, "num_nodes is 3.0 of type float, but must be"),
         ({"num_nodes": True}, TypeError, "num_nodes is True of type bool, but must be"),
         ({"num_nodes": 3, "node_type": TYPES}, ValueError, r"node_type must have shape \(3,\)"),
+        ({"node_type": [0, 1, 1]}, TypeError, "node_type must be a tensor of integers; got list"),
         ({"node_type": torch.zeros(3)}, TypeError, "node_type must hold integers"),
         (
             {"node_type": torch.tensor([0, 1, 2]), "num_node_types": 2},

@@ -8,6 +8,7 @@ import inspect
 import pickle
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 
@@ -340,6 +341,9 @@ def test_layers_can_be_pickled_after_use():
         (lambda: rgnn.RGCNConv(6, 4, 2, aggr="max"), "aggr must be"),
         (lambda: rgnn.RGCNConv(6, 4, 2, num_bases=2, num_blocks=2), "exclude each other"),
         (lambda: rgnn.RGCNConv(6, 4, 2, num_blocks=4), "must be multiples of num_blocks 4"),
+        (lambda: rgnn.RGCNConv(6, 4, 2, num_blocks=0), "num_blocks is 0, but must be at least 1"),
+        (lambda: rgnn.RGATConv(6, 4, 2, heads=0), "heads is 0, but must be at least 1"),
+        (lambda: rgnn.HGTConv(6, 4, METADATA, heads=0), "heads is 0, but must be at least 1"),
         (lambda: rgnn.RGATConv(6, 4, 2, attention_mechanism="x"), "attention_mechanism must be"),
         (lambda: rgnn.RGATConv(6, 4, 2, dropout=1.5), "dropout must be a probability"),
         (lambda: rgnn.RGATConv(6, 4, 2, dim=2), "dim=2 is not supported"),
@@ -364,6 +368,10 @@ def test_options_of_message_passing_may_be_given_at_their_defaults():
     rgnn.RGCNConv(6, 4, 2, **options)
     rgnn.RGATConv(6, 4, 2, aggr="add", **options)
     rgnn.HGTConv(6, 4, METADATA, **options)
+    whole = np.int64(2)
+    assert rgnn.RGATConv(6, 4, R, heads=whole)(torch.ones(N, 6), GRAPH).shape == (N, 8)
+    with pytest.raises(TypeError, match=r"heads is 2.0 of type float, but must be a whole number"):
+        rgnn.RGATConv(6, 4, 2, heads=2.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="RGATConv got an unexpected keyword argument 'droput'"):
         rgnn.RGATConv(6, 4, 2, droput=0.5)
     with pytest.raises(TypeError, match=r"in_channels of RGCNConv .* got \(6, 4\). Put two sets"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,10 +29,11 @@ class TensorKind(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """An argument that is no tensor. 1, 1.0 and True compare equal, hence the type."""
+    """An argument that is no tensor. 1, 1.0 and True compare equal, 0.0 and -0.0 as well."""
 
     type: type
     value: Scalar
+    sign: float
 
 
 Kind = TensorKind | Constant
@@ -79,9 +81,14 @@ def describe(arguments: Iterable[Any]) -> tuple[Kind, ...]:
     return tuple(
         TensorKind(value.shape, value.dtype, value.device, value.requires_grad, value.layout)
         if isinstance(value, torch.Tensor)
-        else Constant(type(value), value if isinstance(value, _SCALARS) else None)
+        else _describe_constant(value)
         for value in arguments
     )
+
+
+def _describe_constant(value: Any) -> Constant:
+    sign = math.copysign(1, value) if isinstance(value, float) else 1
+    return Constant(type(value), value if isinstance(value, _SCALARS) else None, sign)
 
 
 def check_constants(kinds: Mapping[str, Kind]) -> None:

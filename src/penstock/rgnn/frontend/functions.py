@@ -86,6 +86,11 @@ def combine(coefficients: Value | Argument, bases: Argument) -> Any:
     """
     if not isinstance(bases, Argument):
         raise TraceError(f"combine needs the bases as an argument of the function; got {bases!r}")
+    if not isinstance(coefficients, Argument | Value):
+        raise TraceError(
+            f"combine needs coefficients that are a value or an argument of the function; got "
+            f"{coefficients!r}"
+        )
     trace = bases.trace
 
     def combine_at(position: int) -> int:
@@ -140,6 +145,8 @@ def edge_mean(v: Value, *, within: str = "relation") -> Value:
 
 def concat(*values: Value) -> Value:
     """Put the features of several values one after another: rows (a,) and (b,) give (a + b,)."""
+    if not values:
+        raise TraceError("concat needs values to put one after another; got none")
     operands = align_rows("concat", *values)
     if isinstance(operands, Argument):
         raise TraceError("concat of arguments that have not been indexed, such as g.nodes(x)")

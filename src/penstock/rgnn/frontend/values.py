@@ -14,6 +14,7 @@ from penstock.rgnn import spaces
 from penstock.rgnn.frontend.errors import TraceError, describe_user_line
 from penstock.rgnn.ir import Node, ProgramBuilder, Shape
 from penstock.rgnn.spaces import RowMap, Space
+from penstock.units import parse_count
 
 
 class Trace:
@@ -177,6 +178,7 @@ class Value(_Operand):
 
     def heads(self, num_heads: int) -> Value:
         """Split the features into heads: rows (heads * d,) become (heads, d)."""
+        num_heads = parse_count(num_heads, name="num_heads", least=1)
         if len(self.shape) != 1 or self.shape[0] % num_heads:
             raise TraceError(
                 f"rows of shape {list(self.shape)} do not split into {num_heads} heads"

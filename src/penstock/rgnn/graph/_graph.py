@@ -126,6 +126,8 @@ class Graph(Indices):
                 f"edge_type is on {edge_type.device} and edge_index on {edge_index.device}; "
                 f"move both to one device"
             )
+        if node_type is not None:
+            check_integers("node_type", node_type)
         if num_nodes is None and node_type is not None:
             num_nodes = node_type.shape[0] if node_type.dim() else None
         num_nodes = _check_ids("edge_index", edge_index, num_nodes, "num_nodes")
@@ -135,7 +137,6 @@ class Graph(Indices):
                 raise ValueError(f"num_node_types is {num_node_types!r} without a node_type")
             num_node_types = 1
         else:
-            check_integers("node_type", node_type)
             _check_shape("node_type", node_type, num_nodes, "one type for each node")
             num_node_types = _check_ids("node_type", node_type, num_node_types, "num_node_types")
             node_type = _copy_ids(node_type.to(edge_index.device), num_node_types)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.rgnn.graph import Graph, GraphTensors, check_integers, find_graph
+from penstock.units import parse_count
 
 OTHERWISE = "Write the layer with penstock.rgnn.compile, or use PyG's"
 _MESSAGE_PASSING = {
@@ -34,13 +35,19 @@ def check_message_passing(layer: str, given: Mapping[str, Any]) -> None:
             )
 
 
-def check_channels(layer: str, in_channels: Any) -> None:
-    """Refuse the pair of channels that PyG takes for two sets of nodes."""
-    if not isinstance(in_channels, int):
+def parse_channels(layer: str, in_channels: Any) -> int:
+    """Return the number of channels; refuse the pair that PyG takes for two sets of nodes."""
+    if isinstance(in_channels, tuple | list):
         raise TypeError(
             f"in_channels of {layer} must be one number, for one set of nodes; got "
             f"{in_channels!r}. Put two sets of nodes one after another, with features of one length"
         )
+    return parse_count(in_channels, name="in_channels")
+
+
+def parse_optional(value: Any, name: str, least: int = 0) -> int | None:
+    """Return a whole number, or None if none is given."""
+    return None if value is None else parse_count(value, name=name, least=least)
 
 
 def shape_weight(

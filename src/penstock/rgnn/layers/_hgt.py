@@ -22,8 +22,9 @@ from penstock.rgnn.graph import (
     join_types,
     remember_graph,
 )
-from penstock.rgnn.layers._arguments import check_message_passing, glorot_
+from penstock.rgnn.layers._arguments import check_message_passing, glorot_, parse_channels
 from penstock.rgnn.spaces import SRC_PAIR_SRC, SRC_PAIR_TYPE
+from penstock.units import parse_count
 
 
 @compile
@@ -84,11 +85,13 @@ class HGTConv(nn.Module):
     ) -> None:
         super().__init__()
         check_message_passing("HGTConv", kwargs)
+        out_channels = parse_count(out_channels, name="out_channels")
+        heads = parse_count(heads, name="heads", least=1)
         if out_channels % heads:
             raise ValueError(f"out_channels {out_channels} must be a multiple of heads {heads}")
         self.node_types, self.edge_types = metadata
-        if isinstance(in_channels, int):
-            in_channels = dict.fromkeys(self.node_types, in_channels)
+        if not isinstance(in_channels, Mapping):
+            in_channels = dict.fromkeys(self.node_types, parse_channels("HGTConv", in_channels))
         self.in_channels = dict(in_channels)
         self.out_channels, self.heads = out_channels, heads
         self.kqv_lin = _Linears(self.in_channels, 3 * out_channels)

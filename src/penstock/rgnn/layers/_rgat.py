@@ -16,12 +16,14 @@ from penstock.rgnn.graph import Graph
 from penstock.rgnn.layers._arguments import (
     OTHERWISE,
     as_graph,
-    check_channels,
     check_message_passing,
     glorot_,
     num_rows,
+    parse_channels,
+    parse_optional,
     shape_weight,
 )
+from penstock.units import parse_count
 
 _WITHIN = {"across-relation": "destination", "within-relation": "relation"}
 _MODES = ("additive-self-attention", "multiplicative-self-attention")
@@ -149,15 +151,20 @@ class RGATConv(nn.Module):
         super().__init__()
         check_message_passing("RGATConv", kwargs)
         _check_options(attention_mechanism, attention_mode, mod, dim, dropout)
-        check_channels("RGATConv", in_channels)
+        in_channels = parse_channels("RGATConv", in_channels)
+        out_channels = parse_count(out_channels, name="out_channels")
+        num_relations = parse_count(num_relations, name="num_relations")
+        num_bases = parse_optional(num_bases, "num_bases")
+        num_blocks = parse_optional(num_blocks, "num_blocks", least=1)
+        heads = parse_count(heads, name="heads", least=1)
         width = heads * out_channels
         sizes = {"in_channels": in_channels, "heads * out_channels": width}
         shape = shape_weight(sizes, num_relations, num_bases, num_blocks)
         self.in_channels, self.out_channels = in_channels, out_channels
         self.num_relations, self.num_bases, self.num_blocks = num_relations, num_bases, num_blocks
         self.attention_mechanism, self.attention_mode = attention_mechanism, attention_mode
-        self.heads, self.concat, self.negative_slope = heads, concat, negative_slope
-        self.dropout, self.edge_dim = dropout, edge_dim
+        self.heads, self.concat, self.negative_slope = heads, bool(concat), float(negative_slope)
+        self.dropout, self.edge_dim = dropout, parse_optional(edge_dim, "edge_dim")
         self.q = nn.Parameter(torch.empty(width, heads))
         self.k = nn.Parameter(torch.empty(width, heads))
         self.lin_edge = self.e = self.bias = None

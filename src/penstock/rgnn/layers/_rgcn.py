@@ -16,13 +16,15 @@ from penstock.rgnn.graph import Graph
 from penstock.rgnn.layers._arguments import (
     OTHERWISE,
     as_graph,
-    check_channels,
     check_entities,
     check_message_passing,
     glorot_,
     num_rows,
+    parse_channels,
+    parse_optional,
     shape_weight,
 )
+from penstock.units import parse_count
 
 
 @compile
@@ -107,7 +109,11 @@ class RGCNConv(nn.Module):
     ) -> None:
         super().__init__()
         check_message_passing("RGCNConv", kwargs)
-        check_channels("RGCNConv", in_channels)
+        in_channels = parse_channels("RGCNConv", in_channels)
+        out_channels = parse_count(out_channels, name="out_channels")
+        num_relations = parse_count(num_relations, name="num_relations")
+        num_bases = parse_optional(num_bases, "num_bases")
+        num_blocks = parse_optional(num_blocks, "num_blocks", least=1)
         if aggr not in ("mean", "add", "sum"):
             raise ValueError(f"aggr must be 'mean', 'add' or 'sum'; got {aggr!r}. {OTHERWISE}")
         sizes = {"in_channels": in_channels, "out_channels": out_channels}
