@@ -312,6 +312,17 @@ def test_features_of_no_length():
     assert_same(found, results_and_gradients(LAYERS["rgcn"].to_torch(), graph, arguments))
 
 
+def test_parts_of_no_length():
+    def body(g, x, f, W):
+        e = g.edges
+        z = rgnn.concat(e.src(x)[1:1], e(f), e.dst(x)[2:2])
+        return g.sum_to_dst(z) + 1.0, dot(e.src(x)[3:], e.dst(x)[3:]), e.src(x)[:0] @ W[e.type]
+
+    graph = random_graph(4, 12)
+    arguments = (random_tensor(4, 3), random_tensor(12, 2), random_tensor(NUM_RELATIONS, 0, 1))
+    check(body, graph, arguments)
+
+
 def test_small_and_large_numbers():
     """tanh keeps its digits near zero; sigmoid and softmax do not overflow."""
 

@@ -141,6 +141,9 @@ class KernelBody:
 
     def _make(self, position: int, indices: tuple[Index, ...]) -> Variable:
         name = f"x{position}"
+        if not math.prod(self.nodes[position].shape):  # a part of no length, read where it is not
+            row, _ = self._find_row(())
+            return self.assign(f"({row.name} * 0).to(COMPUTE)", (), row.is_shared, name)
         maps: tuple[RowMap, ...] = ()
         while (node := self.nodes[position]).op in READS:
             (operand,) = node.operands
