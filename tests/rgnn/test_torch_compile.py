@@ -162,6 +162,16 @@ def test_constants_and_several_results():
     assert with_name[1].shape == (60, 5)
 
 
+def test_an_output_that_a_loss_does_not_use_has_no_part_in_gradients():
+    both = rgnn.compile(lambda g, x, w: (g.nodes(x) * 2, rgnn.log(g.nodes(x) * w)), backend="torch")
+    graph, x = graph_of_size(12, 60), torch.zeros(12, 3, requires_grad=True)
+    w = torch.ones(3, requires_grad=True)
+    used, _ = _custom_ops.call(both._registered.name, graph, (x, w))  # as compiled code does
+    used.sum().backward()
+    assert torch.equal(x.grad, torch.full((12, 3), 2.0))
+    assert w.grad is None
+
+
 def test_one_result_in_a_tuple_stays_in_it():
     single = rgnn.compile(lambda g, x: (g.sum_to_dst(g.edges.src(x)),))
     compiled = torch.compile(lambda g, x: single(g, x), backend="eager", fullgraph=True)
@@ -283,7 +293,8 @@ def test_operators_keep_torchs_rules(name):
     torch.library.opcheck(torch.ops.penstock.rgnn_forward.default, common)
     *results, owner = torch.ops.penstock.rgnn_forward(*common)
     gradients = [torch.randn_like(result) for result in results]
-    detached = (*common[:4], [tensor.detach() for tensor in inputs], owner, gradients)
+    choice, plain = ([True] * len(results), is_wanted), [tensor.detach() for tensor in inputs]
+    detached = (*common[:2], *choice, *common[2:4], plain, owner, gradients)
     torch.library.opcheck(torch.ops.penstock.rgnn_backward.default, detached)
 
 

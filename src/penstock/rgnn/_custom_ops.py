@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ import torch
 from penstock.rgnn._compiled_program import CompiledProgram, Tensors
 from penstock.rgnn.frontend.traces import TracedFunction
 from penstock.rgnn.graph import Graph, GraphTensors, find_graph, split_graph
+from penstock.rgnn.ir import find_dependencies
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
@@ -217,56 +219,71 @@ def _(program: str, is_wanted: Any, numbers: Any, graph: Any, inputs: Any) -> li
 @torch.library.custom_op(
     "penstock::rgnn_backward",
     mutates_args=(),
-    schema="(str program, bool[] is_wanted, SymInt[] numbers, Tensor[] graph, Tensor[] inputs, "
-    "Tensor owner, Tensor[] gradients) -> Tensor[]",
+    schema="(str program, bool[] is_wanted, bool[] is_used, bool[] is_found, SymInt[] numbers, "
+    "Tensor[] graph, Tensor[] inputs, Tensor owner, Tensor[] gradients) -> Tensor[]",
 )
 def _backward(
     program: str,
     is_wanted: list[bool],
+    is_used: list[bool],
+    is_found: list[bool],
     numbers: list[int],
     graph: list[torch.Tensor],
     inputs: list[torch.Tensor],
     owner: torch.Tensor,
     gradients: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Return the gradients of the inputs for which one is wanted."""
+    """Return the gradients of the inputs that have one, of those of the outputs that are used."""
     kept = _owned.get(owner.untyped_storage()._cdata)
     if kept is None:
         on = find_graph(_graph_tensors(numbers, graph))
         compiled = _programs[program].compile(on, is_wanted)
         kept = _Kept(compiled, on, compiled.forward(on, inputs)[1])
-    saved = [inputs[place] for place in kept.program.saved]
-    found = kept.program.backward(kept.graph, saved, kept.tensors, gradients)
+    saved, of_used = [inputs[place] for place in kept.program.saved], iter(gradients)
+    of_outputs = [next(of_used) if used else None for used in is_used]
+    found = kept.program.backward(kept.graph, saved, kept.tensors, of_outputs)
     return [
         torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
-        for tensor, gradient, wanted in zip(inputs, found, is_wanted, strict=True)
-        if wanted
+        for tensor, gradient, is_one in zip(inputs, found, is_found, strict=True)
+        if is_one
     ]
 
 
 @_backward.register_fake
-def _(
-    program: str, is_wanted: Any, numbers: Any, graph: Any, inputs: Any, owner: Any, gradients: Any
-) -> list[torch.Tensor]:
-    wanted = [tensor for tensor, wanted in zip(inputs, is_wanted, strict=True) if wanted]
-    return [tensor.new_empty(tensor.shape) for tensor in wanted]
+def _(program: str, is_wanted: Any, is_used: Any, is_found: Any, *tensors: Any) -> list[Any]:
+    _, _, inputs, _, _ = tensors
+    found = [tensor for tensor, is_one in zip(inputs, is_found, strict=True) if is_one]
+    return [tensor.new_empty(tensor.shape) for tensor in found]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     ctx.program, ctx.is_wanted, ctx.numbers, graph, tensors = inputs
     ctx.num_indices = len(graph)
+    traced = _programs[ctx.program].traced.program
+    ctx.reached = [find_dependencies(traced.nodes, [output]) for output in traced.outputs]
+    ctx.positions = traced.inputs().values()
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*graph, *tensors, output[-1])
 
 
-def _run_backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+def _run_backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
     *tensors, owner = ctx.saved_tensors
     graph, inputs = tensors[: ctx.num_indices], tensors[ctx.num_indices :]
-    results = iter(
-        torch.ops.penstock.rgnn_backward(
-            *(ctx.program, ctx.is_wanted, ctx.numbers, graph, inputs, owner, gradients[:-1])
+    *of_outputs, _ = gradients
+    is_used = [gradient is not None for gradient in of_outputs]
+    reached = frozenset().union(*itertools.compress(ctx.reached, is_used))
+    is_found = [
+        wanted and position in reached
+        for wanted, position in zip(ctx.is_wanted, ctx.positions, strict=True)
+    ]
+    results: Iterator[torch.Tensor] = iter(())
+    if any(is_found):
+        used = [gradient for gradient in of_outputs if gradient is not None]
+        choice = (ctx.program, ctx.is_wanted, is_used, is_found)
+        results = iter(
+            torch.ops.penstock.rgnn_backward(*choice, ctx.numbers, graph, inputs, owner, used)
         )
-    )
-    found = [next(results) if wanted else None for wanted in ctx.is_wanted]
+    found = [next(results) if is_one else None for is_one in is_found]
     return None, None, None, [None] * len(graph), found
 
 
