@@ -92,11 +92,7 @@ class StateBinding:
             for storage in _find_running_statistics(graph)
             if len(self.places.get(storage, [])) > 1
         }
-        self._changing = {
-            index
-            for index, storage in enumerate(graph.storages)
-            if storage.persistent and storage.initial != storage.final
-        }
+        self._changing = _find_changing(graph)
         self._num_collectives: int | None = None
         self._eager_steps: list[None] = []
         hook = _note_eager_steps(optimizer, self._eager_steps)
@@ -366,6 +362,15 @@ def _find_running_statistics(graph: StepGraph) -> set[int]:
         for operator in graph.operators
         for position in UNDECLARED_WRITES.get(operator.target, ())
         for view in views_in(operator.args[position])
+    }
+
+
+def _find_changing(graph: StepGraph) -> set[int]:
+    """Return the persistent storages that a step writes to."""
+    return {
+        index
+        for index, storage in enumerate(graph.storages)
+        if storage.persistent and storage.initial != storage.final
     }
 
 

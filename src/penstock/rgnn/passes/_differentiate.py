@@ -82,13 +82,7 @@ def drop_seeds(
         The program and the names that still have a gradient, as `differentiate` returns them.
         Values that depend on no seed have the positions that they had.
     """
-    dropped: set[int] = set()
-    for position, node in enumerate(program.nodes):
-        is_dropped = [operand in dropped for operand in node.operands]
-        if node.op == "input":
-            is_dropped = [node["name"] in seeds]
-        if any(is_dropped) and (node.op not in ("add", "sub") or all(is_dropped)):
-            dropped.add(position)
+    dropped = _find_dropped(program, seeds)
 
     def rewrite(rewriter: Rewriter, position: int) -> int | None:
         if position in dropped:
@@ -106,6 +100,18 @@ def drop_seeds(
     outputs = (*program.outputs[:num_outputs], *kept.values())
     rewritten = Rewriter(dataclasses.replace(program, outputs=outputs), "drop seeds").run(rewrite)
     return rewritten[0], tuple(kept)
+
+
+def _find_dropped(program: Program, seeds: Collection[str]) -> set[int]:
+    """Return the positions of what some seeds, and no others, make."""
+    dropped: set[int] = set()
+    for position, node in enumerate(program.nodes):
+        is_dropped = [operand in dropped for operand in node.operands]
+        if node.op == "input":
+            is_dropped = [node["name"] in seeds]
+        if any(is_dropped) and (node.op not in ("add", "sub") or all(is_dropped)):
+            dropped.add(position)
+    return dropped
 
 
 def _find_active(program: Program, wrt: frozenset[str]) -> list[bool]:
