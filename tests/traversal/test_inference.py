@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.errors import CapacityError, StoreUnavailableError
+from penstock.errors import CapacityError, StoreError, StoreUnavailableError
 from penstock.traversal import CSRGraph, infer_layers
 from penstock.unified import UnifiedTensor, unify
 
@@ -97,6 +97,18 @@ def test_a_call_that_ends_early_leaves_no_result_and_a_result_is_never_replaced(
         with pytest.raises(StoreUnavailableError, match=f"store='{store}': expected an existing"):
             infer_layers(graph, make_features(), [layer, layer], store=store)
     assert len(calls) == num_calls
+
+
+def test_a_result_that_another_call_makes_meanwhile_stays(tmp_path: Path):
+    graph, other = CSRGraph.from_edges(make_edges(), NUM_NODES), tmp_path / "output-0.rows"
+
+    def layer(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        other.write_bytes(b"whole")
+        return x
+
+    with pytest.raises(StoreError, match="exists"):
+        infer_layers(graph, make_features(), [layer], store=tmp_path)
+    assert other.read_bytes() == b"whole"
 
 
 def test_layers_that_see_beyond_the_list_are_refused():

@@ -90,7 +90,8 @@ def infer_layers(
     if not part.exchange.agree(len(layers)):
         raise ValueError(f"layers: ranks have different numbers of them; this one {len(layers)}")
     directory = None if store is None else Path(store)
-    with contextlib.ExitStack() as files, _claim_output(directory, part) as output:
+    output = _choose_output(directory, part)
+    with contextlib.ExitStack() as files:
         rows = check_features(part, features, budget // 4)
         for number, layer in enumerate(layers):
             is_last = number == len(layers) - 1
@@ -119,9 +120,8 @@ def _check_layers(layers: Any) -> list[Layer]:
     return found
 
 
-@contextlib.contextmanager
-def _claim_output(directory: Path | None, part: RankGraph) -> Iterator[Path | None]:
-    """Yield the path of the result, and leave no part of one where the context raises.
+def _choose_output(directory: Path | None, part: RankGraph) -> Path | None:
+    """Return the path of the result.
 
     Raises:
         StoreUnavailableError: A rank's directory is none, or has a result.
@@ -136,8 +136,14 @@ def _claim_output(directory: Path | None, part: RankGraph) -> Iterator[Path | No
             f"result: {path} {state}",
             path=None if path is None else str(path),
         )
+    return path
+
+
+@contextlib.contextmanager
+def _delete_if_raised(path: Path | None) -> Iterator[None]:
+    """Delete a file that this call has made where the context raises: a part of it has zeroes."""
     try:
-        yield path
+        yield
     except BaseException:
         if path is not None:
             path.unlink(missing_ok=True)
@@ -175,14 +181,15 @@ def _run_layer(
     width, dtype = _agree_on_rows(part, out)
     num_rows = part.num_own if is_last else part.num_own + part.num_halo
     values = make_rows(num_rows, width, dtype, place, budget // 4)
-    if first is not None and out is not None:
-        write_rows(values, first.begin, out)
-        del first, out
-    for block in blocks:
-        _check_room(block, width * dtype.itemsize, budget)
-        write_rows(values, block.begin, _call(layer, block, number))
-    if not is_last:
-        _fill_halo(part, values, width * dtype.itemsize, budget // 4)
+    with _delete_if_raised(place):
+        if first is not None and out is not None:
+            write_rows(values, first.begin, out)
+            del first, out
+        for block in blocks:
+            _check_room(block, width * dtype.itemsize, budget)
+            write_rows(values, block.begin, _call(layer, block, number))
+        if not is_last:
+            _fill_halo(part, values, width * dtype.itemsize, budget // 4)
     return LayerRows(values, None)
 
 
